@@ -191,3 +191,19 @@ def test_bad_values_are_one_clear_sentence() -> None:
     for make, said in cases:
         with pytest.raises(LoopformerError, match=said):
             make()
+
+
+def test_a_trajectory_beyond_the_models_loops_must_be_allowed() -> None:
+    for long in (9, "9", Trajectory.uniform(9)):
+        with pytest.raises(LoopformerError, match="Budget 9 is above the model's 8 loops"):
+            resolve(long, 8)
+        assert resolve(long, 8, beyond=True) == Trajectory.uniform(9)
+    assert resolve(None, 8) == resolve(8, 8) == Trajectory.uniform(8)
+
+
+def test_decimals_are_rounded_to_denominators_of_at_most_4096() -> None:
+    assert Trajectory([1 / 4096, 4095 / 4096]).steps[0] == Fr(1, 4096)
+    assert Trajectory([1 / 4097, 4096 / 4097]).steps[0] == Fr(1, 4096)
+    exact = Trajectory([Fr(1, 4097), Fr(4096, 4097)])
+    assert str(exact) == "1/4097,4096/4097"
+    assert str(Trajectory([Fr(1, 4096), Fr(4095, 4096)])) == "1-4095"
