@@ -1,7 +1,6 @@
 """Mutation study: put small faults into the source, one at a time, and count those that the tests notice.
 
     python tools/mutate.py --count 160 --seed 0 --out build/mutants.json
-    python tools/mutate.py --count 160 --seed 0 --out build/mutants.json --retry    # the survivors once more
 
 A mutant is killed if its module's tests fail or exceed the time limit. Tests run in a copy of the tree, so the
 checkout stays as it is. The results are written after every mutant, and a stopped study continues with the same
@@ -10,7 +9,6 @@ command. A survivor that no test can tell from the original gets a key `equivale
 
 import argparse
 import ast
-import json
 import os
 import platform
 import random
@@ -23,10 +21,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from loopformer.files import read_json, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "src/loopformer/"
@@ -44,7 +43,7 @@ TARGETS: dict[str, tuple[str, ...]] = {  # a module → the tests that should no
     "inference/sampling.py": ("tests/inference/test_sampling.py",),
     "model/block.py": ("tests/model/test_looped.py", "tests/model/test_cache.py"),
     "model/cache.py": ("tests/model/test_cache.py", "tests/model/test_looped.py"),
-    "model/conditioning.py": ("tests/model/test_looped.py",),
+    "model/conditioning.py": ("tests/model/test_looped.py", "tests/model/test_cost.py"),
     "model/cost.py": ("tests/model/test_cost.py",),
     "model/looped.py": ("tests/model/test_looped.py", "tests/model/test_cache.py"),
     "serving/protocol.py": ("tests/serving/test_protocol.py", "tests/serving/test_app.py"),
@@ -53,21 +52,15 @@ TARGETS: dict[str, tuple[str, ...]] = {  # a module → the tests that should no
     "training/optimizer.py": ("tests/training/test_optimizer.py",),
     "training/plan.py": ("tests/training/test_plan.py",),
 }
-MIN_SECONDS, LIMIT_FACTOR = 60.0, 5.0  # of the time limit; the factor is of the run without a fault
-
 PAIRS: list[tuple[Any, Any]] = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot)]
 PAIRS += [(ast.In, ast.NotIn), (ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.Div)]
-SWAPS = {old: new for pair in PAIRS for old, new in (pair, pair[::-1])} | {
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-}
+SWAPS = {ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult} | {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 OPPOSITES = {"min": "max", "any": "all", "minimum": "maximum", "floor": "ceil"}
 OPPOSITES |= {opposite: name for name, opposite in OPPOSITES.items()}
-Change = tuple[str, Any, str]  # operator, the node that is replaced, its replacement
+Fault = tuple[str, Any, str]  # operator, the node that is replaced, its replacement
 
 
-@dataclass(frozen=True)
-class Mutant:
+class Mutant(NamedTuple):
     """A replacement of the bytes start:stop of a module."""
 
     module: str
@@ -86,14 +79,12 @@ def find_mutants(module: str) -> list[Mutant]:
     source = (ROOT / SOURCE / module).read_bytes()
     lines = source.splitlines(keepends=True)
     starts = [0, *accumulate(map(len, lines))]
-    found: dict[tuple[int, int, str], tuple[str, int]] = {}
-    for operator, node, after in (change for each in mutable_nodes(ast.parse(source)) for change in changes(each)):
-        start, stop = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-        found[start, stop, after] = operator, node.lineno
+    faults = {fault: None for node in mutable_nodes(ast.parse(source)) for fault in faults_of(node)}
     mutants: dict[str, Mutant] = {}
-    for (start, stop, after), (operator, line) in found.items():
+    for operator, node, after in faults:
+        start, stop = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         before = " ".join(source[start:stop].decode().split())
-        name = f"{module}: {lines[line - 1].decode().strip()}: {before} → {after}"
+        name = f"{module}: {lines[node.lineno - 1].decode().strip()}: {before} → {after}"
         while name in mutants:
             name += "'"
         mutants[name] = Mutant(module, name, operator, start, stop, after)
@@ -119,7 +110,7 @@ def mutable_nodes(node: ast.AST) -> Iterator[ast.AST]:
         yield from mutable_nodes(child)
 
 
-def changes(node: ast.AST) -> Iterator[Change]:
+def faults_of(node: ast.AST) -> Iterator[Fault]:
     """The faults that can be put into a node itself."""
     match node:
         case ast.Compare(left=left, ops=ops, comparators=comparators):
@@ -134,51 +125,42 @@ def changes(node: ast.AST) -> Iterator[Change]:
             yield "off by one", node, str(value + 1)
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name) as function) if name in OPPOSITES:
             yield "opposite function", function, ast.unparse(function).removesuffix(name) + OPPOSITES[name]
-        case ast.Slice(lower=lower, upper=upper, step=step):
-            first, last, stride = (ast.unparse(part) if part else "" for part in (lower, upper, step))
-            if lower:
-                yield "dropped bound", node, f":{last}:{stride}"
-            if upper:
-                yield "dropped bound", node, f"{first}::{stride}"
-        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
-            yield from negate(test)
-        case ast.comprehension(ifs=tests):
-            for test in tests:
+        case ast.Slice(lower=lower, upper=upper):
+            yield from (("dropped bound", bound, "") for bound in (lower, upper) if bound)
+        case ast.If() | ast.While() | ast.IfExp() | ast.comprehension():
+            for test in node.ifs if isinstance(node, ast.comprehension) else [node.test]:
                 yield from negate(test)
         case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
             yield "return None", node, "return None"
         case ast.AugAssign() | ast.Expr(value=ast.Call() | ast.Await(value=ast.Call())):
             yield "dropped statement", node, "pass"
         case ast.FunctionDef() | ast.AsyncFunctionDef():
-            yield from statement_changes(node)
+            yield from statement_faults(node)
 
 
-def negate(test: ast.expr) -> Iterator[Change]:
-    match test:
-        case ast.Compare(ops=[ast.Eq() | ast.NotEq() | ast.Is() | ast.IsNot() | ast.In() | ast.NotIn()]):
-            pass  # its swapped comparison is its negation
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            yield "negated condition", test, f"({ast.unparse(operand)})"
-        case _:
-            yield "negated condition", test, f"(not ({ast.unparse(test)}))"
+def negate(test: ast.expr) -> Iterator[Fault]:
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield "negated condition", test, f"({ast.unparse(test.operand)})"
+    elif not isinstance(test, ast.Compare) or isinstance(test.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+        # Swapping any other comparison is its negation.
+        yield "negated condition", test, f"(not ({ast.unparse(test)}))"
 
 
-def statement_changes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Change]:
+def statement_faults(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Fault]:
     """An early return, and assignments dropped whose targets already have a value."""
     nodes = list(ast.walk(function))
     body = function.body[ast.get_docstring(function) is not None :]
     returns_value = any(isinstance(each, ast.Return) and each.value for each in nodes)
     if body and not returns_value and not isinstance(body[0], ast.Pass | ast.Raise | ast.Assert):
         yield "early return", body[0], "return"
-    first_line = {each.arg: 0 for each in nodes if isinstance(each, ast.arg)}
-    for each in nodes:
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-            first_line[each.id] = min(each.lineno, first_line.get(each.id, each.lineno))
+    stores = [each for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    first_lines = {each.id: each.lineno for each in sorted(stores, key=lambda each: -each.lineno)}
+    first_lines |= {each.arg: 0 for each in nodes if isinstance(each, ast.arg)}
     for each in nodes:
         match each:
             case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
                 yield "dropped statement", each, "pass"
-            case ast.Assign(targets=[ast.Name(id=name)]) if first_line[name] < each.lineno:
+            case ast.Assign(targets=[ast.Name(id=name)]) if first_lines[name] < each.lineno:
                 yield "dropped statement", each, "pass"
 
 
@@ -214,7 +196,7 @@ def run_mutants(mutants: list[Mutant]) -> Iterator[tuple[Mutant, str]]:
                 outcome, seconds = run_tests(tree, tests, None)
                 if outcome != "survived":
                     sys.exit(f"{' '.join(tests)} fails without a mutant; mend it first.")
-                limits[mutant.module] = max(MIN_SECONDS, LIMIT_FACTOR * seconds)
+                limits[mutant.module] = 60 + 5 * seconds  # so that a busy machine kills no mutant
             source = path.read_bytes()
             path.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.stop :])
             outcome, _ = run_tests(tree, tests, limits[mutant.module])
@@ -252,17 +234,14 @@ def main() -> None:
         "seed": args.seed,
         "commit": described.stdout.strip() or "unknown",
     }
-    records: dict[str, dict[str, str]] = {}
-    if args.out.exists():
-        records = json.loads(args.out.read_text("utf-8"))["mutants"]
+    records: dict[str, dict[str, str]] = read_json(args.out)["mutants"] if args.out.exists() else {}
     again = survivors(records) if args.retry else []
     missing = [mutant for mutant in drawn if mutant.name not in records or mutant.name in again]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for mutant, outcome in run_mutants(sorted(missing, key=lambda each: (each.module, each.start))):
         records[mutant.name] = {"operator": mutant.operator, "outcome": outcome}
         print(f"{outcome:8} {mutant.name}", flush=True)
-        report = {**facts, **count_outcomes(records), "mutants": records}
-        args.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        write_json(args.out, {**facts, **count_outcomes(records), "mutants": records})
     print(count_outcomes(records))
 
 
