@@ -307,6 +307,28 @@ def test_epochs_and_seeds_differ() -> None:
     assert len({once(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
 
 
+def test_the_order_is_that_of_every_version() -> None:
+    """Runs go on in the order that they began with."""
+    orders = {size: Order(7, (size,)).locate(np.arange(size)).sample.tolist() for size in (1, 2, 3, 5, 17)}
+    assert orders == {
+        1: [0],
+        2: [0, 1],
+        3: [0, 2, 1],
+        5: [0, 4, 3, 1, 2],
+        17: [16, 13, 8, 5, 0, 7, 12, 1, 11, 15, 4, 6, 2, 9, 3, 10, 14],
+    }
+    mixed = Order(7, (5, 3), (2, 1)).locate(np.arange(BLOCK - 4, BLOCK + 6))
+    assert mixed.source.tolist() == [1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
+    assert mixed.sample.tolist() == [1, 2, 2, 3, 2, 2, 3, 4, 2, 2]
+    assert mixed.epoch.tolist() == [157, 84, 524, 509, 728, 556, 785, 935, 486, 857]
+
+
+def test_the_smallest_share_is_one_position_of_a_block() -> None:
+    assert Order(0, (5, 5), (BLOCK - 1, 1)).shares == (BLOCK - 1, 1)
+    with pytest.raises(LoopformerError, match="smallest weight 1 is under"):
+        Order(0, (5, 5), (10 * BLOCK, 1))
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 300), st.floats(0.01, 10)), min_size=2, max_size=4),
     st.integers(0, 2**32),
