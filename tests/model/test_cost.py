@@ -22,6 +22,7 @@ def test_forward_flops_are_what_torch_counts(tiny: ModelConfig, kind: Conditioni
         model(torch.randint(tiny.vocab, (3, 20)), budget)
     expected = 3 * 20 * model.cost.forward_flops(budget, context=20, causal=False) + model.cost.table_flops(budget)
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
+    assert sum(parameter.numel() for parameter in model.parameters()) == model.cost.parameters.total
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
