@@ -260,6 +260,14 @@ def test_what_is_common_runs_once() -> None:
     assert sum(one.tokens for one in plan_batches(windows, 64, share=False)) == 4 * 34
 
 
+def test_a_pack_may_fill_two_contexts() -> None:
+    question = tuple(range(100, 130))
+    windows = [Span((*question, *([choice] * 5)), 5) for choice in range(10)]
+    (full,) = plan_batches(windows[:9], 37)  # 29 + 9 · 5 tokens
+    assert [len(pack) for pack in full.packs] == [74]
+    assert sum(len(batch.packs) for batch in plan_batches(windows, 37)) == 2
+
+
 def test_rows_that_are_the_same_run_once() -> None:
     windows = [Span((1, 2, 3, target), 1) for target in (4, 5, 6)]
     (batch,) = plan_batches(windows, 64)

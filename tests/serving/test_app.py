@@ -44,12 +44,13 @@ def test_the_openai_client_works_unchanged(client: openai.OpenAI, lm: LM) -> Non
 
 
 def test_the_openai_client_streams(client: openai.OpenAI, lm: LM) -> None:
-    expected = lm.generate(PROMPTS[2], max_tokens=30)
+    length = 600  # a busy server sends what has come together, so a short text may come in two parts
+    expected = lm.generate(PROMPTS[2], max_tokens=length)
     chunks = list(
         client.completions.create(
             model="tiny",
             prompt=PROMPTS[2],
-            max_tokens=30,
+            max_tokens=length,
             temperature=0,
             stream=True,
             logprobs=0,
@@ -69,7 +70,7 @@ def test_the_openai_client_streams(client: openai.OpenAI, lm: LM) -> None:
     logprobs = [value for c in choices if c.logprobs for value in c.logprobs.token_logprobs or []]
     assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 30
+    assert chunks[-1].usage.completion_tokens == length
 
 
 def test_chats_stream_and_do_not(client: openai.OpenAI) -> None:
@@ -198,6 +199,18 @@ def test_the_lens_shows_every_loop(server: RunningServer, lm: LM) -> None:
     first = lm.generate(PROMPTS[0], trajectory="2-1-1", max_tokens=1)
     assert seen["loops"][-1]["top"][0]["id"] == first.ids[0]
     assert seen["loops"][-1]["top"][0]["logprob"] == pytest.approx(first.logprobs[0], abs=1e-4)
+
+
+def test_a_lens_waits_in_the_queue_as_one_text(server: RunningServer) -> None:
+    assert server.service is not None
+    admission = server.service.admission
+    wait_until(lambda: admission.in_flight == 0)
+    with ThreadPoolExecutor() as pool:
+        with server.stopped_engine():
+            waiting = pool.submit(server.post, "/lens", prompt=PROMPTS[0])
+            wait_until(lambda: admission.in_flight > 0)
+            assert admission.in_flight == 1
+        assert waiting.result().status_code == 200
 
 
 def test_what_is_counted_is_told(server: RunningServer) -> None:

@@ -133,6 +133,11 @@ def test_bounds_are_part_of_what_is_taken(served: Served) -> None:
     assert completion(prompt=["its"] * 128, logprobs=0).job(served).alternatives == 0
     assert completion(prompt=[1, last], logprobs=20, max_tokens=32).job(served).alternatives == 20
     assert completion(prompt=[1] * 64).job(served).alternatives is None
+    assert completion(prompt=[1]).job(served).prompts == ((1,),)
+    for field in ("max_tokens", "max_completion_tokens"):
+        assert ChatBody.model_validate({"messages": MESSAGES, field: 1}).job(served).max_tokens == 1
+        with pytest.raises(ValidationError):
+            ChatBody.model_validate({"messages": MESSAGES, field: 0})
     with pytest.raises(ApiError, match="1 to 128"):
         completion(prompt=["its"] * 129).job(served)
     with pytest.raises(ApiError, match=f"must lie in 0…{last}"):
