@@ -207,3 +207,10 @@ def test_decimals_are_rounded_to_denominators_of_at_most_4096() -> None:
     exact = Trajectory([Fr(1, 4097), Fr(4096, 4097)])
     assert str(exact) == "1/4097,4096/4097"
     assert str(Trajectory([Fr(1, 4096), Fr(4095, 4096)])) == "1-4095"
+
+
+def test_continuous_steps_lie_on_the_grid_of_every_version() -> None:
+    drawn = [Trajectory.sample(8, random.Random(seed), 4, "continuous") for seed in range(20)]
+    denominators = {step.denominator for trajectory in drawn for step in trajectory.steps}
+    assert max(denominators) == 2**20
+    assert all(2**20 % denominator == 0 for denominator in denominators)
