@@ -79,9 +79,9 @@ def test_the_wait_follows_what_requests_take() -> None:
     admission.leave(admitted[0], 10.0)
     again = admission.enter(1, lambda _: 1, full)
     assert wait() == 5  # two at a time, ten seconds each
-    admission.leave(again, 34.0)
+    admission.leave(again, 50.0)
     admission.enter(1, lambda _: 1, full)
-    assert wait() == 8  # the mean moves a quarter of the way, to 16 seconds
+    assert wait() == 10  # the mean moves a quarter of the way, to 20 seconds
 
 
 def test_bytes_fill_the_queue_too() -> None:
