@@ -209,6 +209,12 @@ def test_decimals_are_rounded_to_denominators_of_at_most_4096() -> None:
     assert str(Trajectory([Fr(1, 4096), Fr(4095, 4096)])) == "1-4095"
 
 
+def test_a_truth_value_is_no_budget() -> None:
+    for value in (True, False):
+        with pytest.raises(LoopformerError, match="A budget is a whole number"):
+            Trajectory.uniform(value)
+
+
 def test_continuous_steps_lie_on_the_grid_of_every_version() -> None:
     drawn = [Trajectory.sample(8, random.Random(seed), 4, "continuous") for seed in range(20)]
     denominators = {step.denominator for trajectory in drawn for step in trajectory.steps}

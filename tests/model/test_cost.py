@@ -65,3 +65,10 @@ def test_a_decoded_token_reads_the_stack_and_its_modulation_in_every_loop(
     read += 0 if modulation is None else modulation.numel()
     read += model.tokens.weight.numel() + sum(parameter.numel() for parameter in model.final_norm.parameters())
     assert model.cost.decode_bytes(3, value_bytes=4) == 4 * read
+
+
+def test_a_prefill_computes_logits_once() -> None:
+    for tokens, budget in ((1, 8), (100, 3)):
+        forward = PAPER.forward_flops(budget, context=tokens)
+        more = (tokens - 1) * (forward - 2 * PAPER.head_products)
+        assert PAPER.prefill_flops(tokens, budget) == pytest.approx(forward + more)
