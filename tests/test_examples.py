@@ -12,7 +12,6 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "examples" / "first_hour.sh"
 
 
-@pytest.mark.timeout(400)
 def test_the_first_hour(tmp_path: Path) -> None:
     commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": commands, "OMP_NUM_THREADS": "1"}

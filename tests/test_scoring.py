@@ -272,6 +272,14 @@ def test_a_pack_has_up_to_two_contexts(answers: int, context: int, packs: int) -
     assert sum(len(batch.packs) for batch in batches) == packs
 
 
+def test_a_pack_may_fill_two_contexts() -> None:
+    question = tuple(range(100, 130))
+    windows = [Span((*question, *([choice] * 5)), 5) for choice in range(10)]
+    (full,) = plan_batches(windows[:9], 37)  # 29 + 9 · 5 tokens
+    assert [len(pack) for pack in full.packs] == [74]
+    assert sum(len(batch.packs) for batch in plan_batches(windows, 37)) == 2
+
+
 def test_rows_that_are_the_same_run_once() -> None:
     windows = [Span((1, 2, 3, target), 1) for target in (4, 5, 6)]
     (batch,) = plan_batches(windows, 64)
@@ -368,3 +376,15 @@ def test_many_texts_are_scored_a_few_at_a_time(lm: LM) -> None:
     assert max(seen) <= BATCH_TOKENS
     assert len(scores) == 2 * BATCH_TOKENS
     assert scores[-1].logprobs == pytest.approx(lm.score(["told"], budget=1)[0].logprobs, abs=1e-4)
+
+
+def test_one_token_is_a_text_and_a_token_beyond_the_vocabulary_is_refused(lm: LM) -> None:
+    vocab, route = lm.model.config.vocab, Trajectory.uniform(1)
+    (score,) = score_texts(lm.model, [[5]], [route], 0)
+    logits = lm.model(torch.tensor([[0]]), route).logits
+    assert logits is not None
+    assert score.logprobs == pytest.approx([logits[0, 0, :vocab].log_softmax(-1)[5].item()], abs=1e-4)
+    for spans in ([Span((1, vocab, 2), 2), Span((1, 2), 1)], [Span((1, 2), 1), Span((vocab, 1), 1)]):
+        with pytest.raises(LoopformerError, match=f"token ids up to {vocab} but the model knows {vocab}"):
+            loglikelihoods(lm.model, spans, [route])
+    assert loglikelihoods(lm.model, [Span((1, vocab - 1), 1)], [route])[route].tokens == 1

@@ -230,3 +230,32 @@ def test_a_number_has_up_to_40_characters() -> None:
     for text in ("1".ljust(41, "0") + "-3", "0." + "5".ljust(39, "0") + ",0.5"):
         with pytest.raises(LoopformerError, match="Cannot read"):
             Trajectory.parse(text)
+
+
+def test_a_trajectory_beyond_the_models_loops_must_be_allowed() -> None:
+    for long in (9, "9", Trajectory.uniform(9)):
+        with pytest.raises(LoopformerError, match="Budget 9 is above the model's 8 loops"):
+            resolve(long, 8)
+        assert resolve(long, 8, beyond=True) == Trajectory.uniform(9)
+    assert resolve(None, 8) == resolve(8, 8) == Trajectory.uniform(8)
+
+
+def test_decimals_are_rounded_to_denominators_of_at_most_4096() -> None:
+    assert Trajectory([1 / 4096, 4095 / 4096]).steps[0] == Fr(1, 4096)
+    assert Trajectory([1 / 4097, 4096 / 4097]).steps[0] == Fr(1, 4096)
+    exact = Trajectory([Fr(1, 4097), Fr(4096, 4097)])
+    assert str(exact) == "1/4097,4096/4097"
+    assert str(Trajectory([Fr(1, 4096), Fr(4095, 4096)])) == "1-4095"
+
+
+def test_a_truth_value_is_no_budget() -> None:
+    for value in (True, False):
+        with pytest.raises(LoopformerError, match="A budget is a whole number"):
+            Trajectory.uniform(value)
+
+
+def test_continuous_steps_lie_on_the_grid_of_every_version() -> None:
+    drawn = [Trajectory.sample(8, random.Random(seed), 4, "continuous") for seed in range(20)]
+    denominators = {step.denominator for trajectory in drawn for step in trajectory.steps}
+    assert max(denominators) == 2**20
+    assert all(2**20 % denominator == 0 for denominator in denominators)

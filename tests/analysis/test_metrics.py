@@ -107,6 +107,11 @@ def test_rank_one_and_equal_tokens() -> None:
     equal = gaussian(1, 6).repeat(5, 1) * 0.1
     assert float(anisotropy(equal)) == pytest.approx(1, abs=1e-12)
     assert float(prompt_entropy(equal)) == 0
+    for scale in (1e-9, 1.0, 1e9):  # a token that differs from the mean by rounding alone has no direction
+        with_mean = scale * torch.cat([gaussian(5, 8), gaussian(5, 8).mean(0, keepdim=True)])
+        twice = scale * torch.cat([gaussian(5, 8), gaussian(5, 8)])
+        expected = prompt_entropy(twice) * math.log(8) / math.log(6)
+        assert float(prompt_entropy(with_mean)) == pytest.approx(float(expected), abs=1e-9)
     assert math.isnan(float(curvature(equal)))
 
 
@@ -185,6 +190,7 @@ def test_rotation_scale_and_shift_change_no_cka(debiased: bool) -> None:
     torch.testing.assert_close(found[0, 1], torch.ones((), dtype=torch.float64), rtol=0, atol=1e-8)
     torch.testing.assert_close(found[0, 2], found[1, 2], rtol=0, atol=1e-8)
     torch.testing.assert_close(found.diag(), torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(cka(1e-4 * x, turned, y, debiased=debiased), found, rtol=0, atol=1e-8)
 
 
 def test_unrelated_and_rank_one_states() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,14 +29,16 @@ def open_page(browser: Any) -> Iterator[Open]:
 
     def opened(server: RunningServer, **options: Any) -> Page:
         context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
-        context.set_default_timeout(120_000)  # for a busy machine; everything that is waited for comes
         pages.callback(context.close)
         page: Page = context.new_page()
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda asked: None if asked.url.startswith(server.url) else complaints.append(asked.url))
         # A browser itself notes every answer that is not 200, which some tests are about.
         page.on("console", lambda line: None if "Failed to load" in line.text else complaints.append(line.text))
-        page.goto(server.url)
+        started = time.monotonic()
+        page.goto(server.url, timeout=0)
+        # A busy machine loads the page slowly too. Everything that is waited for comes; the limit ends a hang.
+        context.set_default_timeout(max(120_000, 200_000 * (time.monotonic() - started)))
         return page
 
     with pages:

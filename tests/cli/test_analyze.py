@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from .models import save_small
+from .process import wait_for_work
 
 Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 
@@ -109,6 +110,7 @@ def test_control_c_says_that_the_analysis_starts_again(run: Run, tmp_path: Path)
     process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "deep" / "out").exists() and process.poll() is None:
         time.sleep(0.01)
+    wait_for_work(process)  # the folder is removed again only once it is locked
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()
     assert process.returncode == 130, error

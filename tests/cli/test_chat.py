@@ -20,6 +20,7 @@ from loopformer.inference.request import Request
 from loopformer.lm import load
 
 from .models import save_small
+from .process import is_asleep
 
 # Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
 START = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -170,7 +171,8 @@ def test_through_a_pipe_control_c_ends_the_chat(tmp_path: Path, moment: str) -> 
             process.stdout.read(1)
         else:
             assert b"the conversation is forgotten" in process.stderr.readline()
-            time.sleep(0.5)  # until it waits for the next line
+            while not is_asleep(process):  # until it waits for the next line
+                time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         *before, last = process.communicate()[1].decode().splitlines(keepends=True)
         assert process.returncode == 130

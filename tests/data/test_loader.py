@@ -100,8 +100,9 @@ def test_prefetch_gives_the_same_batches(data: TokenData) -> None:
 
 def test_prefetch_leaves_no_thread(data: TokenData) -> None:
     before = threading.active_count()
-    batches = Loader(data, CONTEXT, batch=2).prefetch()
-    next(batches)
+    loader = Loader(data, CONTEXT, batch=2)
+    batches = loader.prefetch()
+    assert torch.equal(next(batches).inputs, loader.batch(0).inputs)
     assert threading.active_count() == before + 1
     batches.close()
     assert threading.active_count() == before
@@ -170,6 +171,16 @@ def test_validation_windows_are_in_order(prepared: Path) -> None:
     assert len(validation_windows(data, CONTEXT, limit=10**6)) == len(windows)
 
 
+def test_the_last_window_may_end_with_the_data(prepared: Path) -> None:
+    data = TokenData.open(prepared, "val")
+    (source,) = data.sources
+    for parts in (1, 2):
+        context = (len(source.ids) - 1) // parts
+        windows = validation_windows(data, context)
+        assert len(windows) == (len(source.ids) - 1) // context >= parts
+    assert len(validation_windows(data, len(source.ids) - 1)) == 1
+
+
 def test_wrong_use(data: TokenData) -> None:
     with pytest.raises(LoopformerError, match=r"train split has \d+ tokens, too few for a window"):
         Loader(data, 10**6, 1)
@@ -200,18 +211,23 @@ def test_error_reaches_the_reader() -> None:
 
 
 def test_stays_only_so_far_ahead() -> None:
-    made = []
+    made, taken, most_ahead = 0, 0, 0
 
     def items() -> Iterator[int]:
+        nonlocal made, most_ahead
         for number in range(100):
-            made.append(number)
+            made += 1
+            most_ahead = max(most_ahead, made - taken)
             yield number
 
     ahead = Prefetcher(items(), depth=2)
-    next(ahead)
-    time.sleep(0.2)
-    assert len(made) <= 4
-    ahead.close()
+    for _ in ahead:
+        # Two in the queue, and one that the thread holds until there is room for it.
+        while made < min(taken + 3, 100):
+            time.sleep(0.001)
+        taken += 1
+    assert taken == 100
+    assert most_ahead <= 4
 
 
 def test_close_ends_the_thread_and_the_generator() -> None:
@@ -238,7 +254,7 @@ def test_forgotten_reader_ends_the_thread() -> None:
     next(ahead)
     del ahead
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 240  # of a hang
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
@@ -289,6 +305,28 @@ def test_epochs_and_seeds_differ() -> None:
         return Order(seed, (100,)).locate(np.arange(epoch * 100, epoch * 100 + 100)).sample.tobytes()
 
     assert len({once(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
+
+
+def test_the_order_is_that_of_every_version() -> None:
+    """Runs go on in the order that they began with."""
+    orders = {size: Order(7, (size,)).locate(np.arange(size)).sample.tolist() for size in (1, 2, 3, 5, 17)}
+    assert orders == {
+        1: [0],
+        2: [0, 1],
+        3: [0, 2, 1],
+        5: [0, 4, 3, 1, 2],
+        17: [16, 13, 8, 5, 0, 7, 12, 1, 11, 15, 4, 6, 2, 9, 3, 10, 14],
+    }
+    mixed = Order(7, (5, 3), (2, 1)).locate(np.arange(BLOCK - 4, BLOCK + 6))
+    assert mixed.source.tolist() == [1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
+    assert mixed.sample.tolist() == [1, 2, 2, 3, 2, 2, 3, 4, 2, 2]
+    assert mixed.epoch.tolist() == [157, 84, 524, 509, 728, 556, 785, 935, 486, 857]
+
+
+def test_the_smallest_share_is_one_position_of_a_block() -> None:
+    assert Order(0, (5, 5), (BLOCK - 1, 1)).shares == (BLOCK - 1, 1)
+    with pytest.raises(LoopformerError, match="smallest weight 1 is under"):
+        Order(0, (5, 5), (10 * BLOCK, 1))
 
 
 @given(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopformer.data.shards import TokenData
+from loopformer.data.shards import ShardedArray, ShardWriter, TokenData
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
 from loopformer.files import sha256_of
@@ -30,6 +30,35 @@ def test_reads_cross_shards(prepared: Path, start: int, length: int) -> None:
     assert np.array_equal(ids.read(start, start + length), stream[start : start + length])
 
 
+@given(st.lists(st.integers(0, 150), min_size=1, max_size=6), st.integers(0, 5), st.integers(0, 150))
+def test_a_writer_goes_on_after_its_last_flush(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], stop: int, lost: int
+) -> None:
+    """What was appended after it is cut off; numbers and checksums are those of a writer that never stopped."""
+    folder = tmp_path_factory.mktemp("shards")
+    values = np.arange(sum(lengths), dtype=np.uint16)
+    parts = np.split(values, np.cumsum(lengths)[:-1])
+    writer = ShardWriter(folder, "news", ".bin", np.uint16, 64, 0, [])
+    for number, part in enumerate(parts):
+        writer.append(part)
+        assert writer.items == sum(lengths[: number + 1])
+        if number == stop:
+            writer.flush()
+            items, shards = writer.items, list(writer.shards)
+            writer.append(np.zeros(lost, np.uint16))
+            writer.close()
+            writer = ShardWriter(folder, "news", ".bin", np.uint16, 64, items, shards)
+    writer.finish()
+    if not lost:  # shards that were begun after the flush stay until their numbers come
+        assert sorted(path.name for path in folder.iterdir()) == [shard.file for shard in writer.shards]
+    assert [shard.items for shard in writer.shards] == [
+        min(64, len(values) - at) for at in range(0, len(values), 64)
+    ]
+    assert all(sha256_of(folder / shard.file) == shard.sha256 for shard in writer.shards)
+    array = ShardedArray(folder, writer.shards, np.uint16)
+    assert np.array_equal(array.read(0, len(values)), values)
+
+
 def test_what_it_tells(folder: Path, prepared: Path) -> None:
     data = TokenData.open(folder)
     index = json.loads((folder / "index.json").read_text())
@@ -38,6 +67,17 @@ def test_what_it_tells(folder: Path, prepared: Path) -> None:
     assert data.eot == data.tokenizer.eot
     assert data.index_hash == TokenData.open(prepared).index_hash
     data.verify()
+    assert not (folder / "verified.json").exists()
+
+
+def test_much_to_read_is_announced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    TokenData.open(folder).verify(say=said.append)
+    assert not said
+    size = sum(path.stat().st_size for path in folder.glob("news-train-*.bin"))
+    monkeypatch.setattr("loopformer.data.shards._MIN_ANNOUNCED_BYTES", size)
+    TokenData.open(folder).verify(say=said.append)
+    assert said == [f"comparing {size / 1e9:.1f} GB of shards in {folder} with their checksums"]
 
 
 def test_no_index(folder: Path) -> None:

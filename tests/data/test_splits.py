@@ -98,6 +98,7 @@ def test_sources_prepared_together_never_disagree() -> None:
             make_splitter(lambda: iter(many), 0.05, "many", can_cut=False),
         ]
     )
+    assert {splitter.fraction for splitter in splitters} == {0.05}
     chosen = [[splitter.choose(text) for text in few] for splitter in splitters]
     assert chosen[0] == chosen[1]
     assert {"train", "val"} == set(chosen[0])

@@ -149,3 +149,8 @@ def test_flops_are_those_that_were_stored() -> None:
         3560964096.0,
     ]
     assert early_exit_flops(cost, 8, 8) == cost.forward_flops(8) + 7 * 2 * cost.head_products
+
+
+def test_ids_beyond_the_vocabulary_are_refused() -> None:
+    with pytest.raises(LoopformerError, match=r"ids must lie in 0…19"):
+        early_exit(spread(SMALL), torch.tensor([[1, 20]]), 0.5)

@@ -83,6 +83,7 @@ def test_answers_are_in_order_and_as_alone(lm: LM, source: Path, tmp_path: Path)
 def test_cut_off_anywhere_it_comes_to_the_same_bytes(lm: LM, source: Path, tmp_path: Path) -> None:
     done, out = run(lm, source, tmp_path / "out"), tmp_path / "out"
     whole, beside = out.read_bytes(), (tmp_path / "out.run.json").read_bytes()
+    assert json.loads(beside)["version"] == 1
     ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
     for cut in sorted({0, 1, *ends, *(end - 1 for end in ends), *(end + 9 for end in ends[:-1])}):
         out.write_bytes(whole[:cut])

@@ -15,6 +15,7 @@ def test_flops_are_resolved_by_the_cost_model(lm: LM) -> None:
 
 def test_milliseconds_are_resolved_by_measuring(lm: LM) -> None:
     assert milliseconds_per_token(lm.model, Trajectory.parse("2-1-1"), [1, 2, 3]) > 0
+    assert milliseconds_per_token(lm.model, Trajectory.uniform(1), [1] * 999) > 0  # only what fits the context
     assert budget_for_milliseconds(lm.model, 1e6, [1, 2, 3])[0] == 4
     with pytest.raises(LoopformerError, match="ms per token here"):
         budget_for_milliseconds(lm.model, 1e-9, [1, 2, 3])

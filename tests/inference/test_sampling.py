@@ -192,3 +192,10 @@ def test_nan_shows_in_the_log_probability() -> None:
 def test_wrong_settings_are_one_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises(LoopformerError, match=message):
         Sampling(**options)
+
+
+def test_what_is_not_given_changes_nothing() -> None:
+    assert Draw(Sampling()) == (Sampling(), 0, 0, (), 0)
+    assert Sampling().is_argmax
+    assert not Sampling(repetition_penalty=2.0).is_argmax
+    assert not Sampling(temperature=1.0).is_argmax

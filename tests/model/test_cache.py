@@ -93,3 +93,12 @@ def test_bf16_caches_are_bf16(tiny: ModelConfig, kind: Conditioning) -> None:
     cache = model.cache(None, 1)
     assert model.extend(torch.zeros(1, 3, dtype=torch.long), cache).dtype == torch.bfloat16
     assert cache.bytes == model.cost.kv_bytes() * tiny.context
+
+
+def test_a_cache_holds_one_token_to_a_context(tiny: ModelConfig) -> None:
+    model = LoopedLM(tiny)
+    for capacity in (1, tiny.context):
+        assert model.cache("1", 1, capacity=capacity).capacity == capacity
+    for capacity in (-1, tiny.context + 1):
+        with pytest.raises(LoopformerError, match="A cache holds 1 to"):
+            model.cache("1", 1, capacity=capacity)

@@ -7,7 +7,7 @@ from options import OPTIONS, Option
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from loopformer import LoopedLM
+from loopformer import LoopedLM, Trajectory
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.model.cost import Cost
 
@@ -22,6 +22,7 @@ def test_forward_flops_are_what_torch_counts(tiny: ModelConfig, kind: Conditioni
         model(torch.randint(tiny.vocab, (3, 20)), budget)
     expected = 3 * 20 * model.cost.forward_flops(budget, context=20, causal=False) + model.cost.table_flops(budget)
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
+    assert sum(parameter.numel() for parameter in model.parameters()) == model.cost.parameters.total
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
@@ -52,3 +53,22 @@ def test_overhead_is_the_papers_formula() -> None:
 def test_kv_adds_to_what_a_token_reads() -> None:
     assert PAPER.decode_bytes(4, context=512) - PAPER.decode_bytes(4) == 512 * PAPER.kv_bytes(4)
     assert PAPER.kv_bytes(4, value_bytes=4) == PAPER.kv_bytes(8)
+
+
+@pytest.mark.parametrize("kind", get_args(Conditioning))
+def test_a_decoded_token_reads_the_stack_and_its_modulation_in_every_loop(
+    tiny: ModelConfig, kind: Conditioning
+) -> None:
+    model = LoopedLM(replace(tiny, conditioning=kind))
+    modulation = model.condition(Trajectory.uniform(3)).modulation
+    read = 3 * sum(parameter.numel() for parameter in model.stack.parameters())
+    read += 0 if modulation is None else modulation.numel()
+    read += model.tokens.weight.numel() + sum(parameter.numel() for parameter in model.final_norm.parameters())
+    assert model.cost.decode_bytes(3, value_bytes=4) == 4 * read
+
+
+def test_a_prefill_computes_logits_once() -> None:
+    for tokens, budget in ((1, 8), (100, 3)):
+        forward = PAPER.forward_flops(budget, context=tokens)
+        more = (tokens - 1) * (forward - 2 * PAPER.head_products)
+        assert PAPER.prefill_flops(tokens, budget) == pytest.approx(forward + more)

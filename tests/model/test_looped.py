@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig
-from loopformer.model.block import EPSILON, RMSNorm
+from loopformer.model.block import EPSILON, RMSNorm, attention_map, rotary_angles
 from loopformer.model.conditioning import ZeroLinear
 from loopformer.scoring import TrajectoryTree
 
@@ -348,3 +348,41 @@ def test_uniform_only_models_refuse_schedules_and_extrapolation_is_asked_for(tin
         with pytest.raises(LoopformerError, match="only follow uniform"):
             LoopedLM(replace(tiny, conditioning=kind))(ids, "2-1-1")
     assert len(LoopedLM(tiny)(ids, 6, beyond=True, states=True).states) == 6
+
+
+def test_rotary_angles_are_those_of_the_formula(tiny: ModelConfig) -> None:
+    positions, width = [[0, 3, 17], [2, 1, 900]], 8
+    angles = [[[p / 10_000 ** (2 * i / width) for i in range(width // 2)] for p in row] for row in positions]
+    expected = torch.tensor(angles, dtype=torch.float64)[:, None]
+    cos, sin = rotary_angles(torch.tensor(positions), width, torch.float64)
+    torch.testing.assert_close(cos, expected.cos(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(sin, expected.sin(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_only_learned_positions_are_weights(tiny: ModelConfig, positions: str) -> None:
+    weights = LoopedLM(replace(tiny, positions=positions)).state_dict()  # type: ignore[arg-type]
+    assert ("places.weight" in weights) == (positions == "learned")
+
+
+def test_attention_maps_are_the_softmax_over_what_a_mask_allows() -> None:
+    q, k = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 4)
+    allowed = torch.rand(2, 1, 5, 5) < 0.5
+    allowed |= torch.eye(5, dtype=torch.bool)
+    scores = q @ k.mT / 2
+    expected = torch.where(allowed, scores.exp(), 0.0)
+    expected = expected / expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(attention_map(q, k, allowed, False), expected)
+    added = torch.zeros(2, 1, 5, 5).masked_fill(~allowed, -torch.inf)
+    torch.testing.assert_close(attention_map(q, k, added, False), expected)
+    causal = attention_map(q, k, None, True)
+    torch.testing.assert_close(causal, attention_map(q, k, torch.ones(5, 5, dtype=torch.bool).tril(), False))
+    torch.testing.assert_close(attention_map(q, k, None, False), scores.softmax(-1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_biases_begin_at_zero_and_gates_at_what_is_set(tiny: ModelConfig, kind: Conditioning) -> None:
+    model = LoopedLM(replace(tiny, conditioning=kind))
+    biases = {name: weight for name, weight in model.named_parameters() if name.endswith("bias")}
+    assert bool(biases) == (kind != "none")
+    assert not any(weight.any() for name, weight in biases.items() if "modulator" not in name)

@@ -70,6 +70,16 @@ class UserServer:
         self.process.communicate()
 
 
+@contextmanager
+def stopped(process: int) -> Iterator[None]:
+    """A process does nothing meanwhile."""
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
 @dataclass
 class RunningServer:
     url: str
@@ -107,12 +117,8 @@ class RunningServer:
         """The engine's process does nothing meanwhile."""
         assert self.service is not None
         assert self.service.engine.ready is not None
-        process = self.service.engine.ready.process
-        os.kill(process, signal.SIGSTOP)
-        try:
+        with stopped(self.service.engine.ready.process):
             yield
-        finally:
-            os.kill(process, signal.SIGCONT)
 
     def wait_for(self, name: str, value: float) -> None:
         until = time.monotonic() + MAX_WAIT

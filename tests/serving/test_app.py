@@ -3,6 +3,7 @@
 import json
 import math
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from loopformer import LM
 
-from .servers import LONG, RunningServer
+from .servers import LONG, RunningServer, wait_until
 
 PROMPTS = ["every pass is told", "its", "time and its step", "told its time", "naïve café"]
 DEPTHS: list[dict[str, Any]] = [{"budget": 1}, {"budget": 2}, {"budget": 4}, {"trajectory": "2-1-1"}, {}]
@@ -43,12 +44,13 @@ def test_the_openai_client_works_unchanged(client: openai.OpenAI, lm: LM) -> Non
 
 
 def test_the_openai_client_streams(client: openai.OpenAI, lm: LM) -> None:
-    expected = lm.generate(PROMPTS[2], max_tokens=30)
+    length = 600  # a busy server sends what has come together, so a short text may come in two parts
+    expected = lm.generate(PROMPTS[2], max_tokens=length)
     chunks = list(
         client.completions.create(
             model="tiny",
             prompt=PROMPTS[2],
-            max_tokens=30,
+            max_tokens=length,
             temperature=0,
             stream=True,
             logprobs=0,
@@ -68,7 +70,7 @@ def test_the_openai_client_streams(client: openai.OpenAI, lm: LM) -> None:
     logprobs = [value for c in choices if c.logprobs for value in c.logprobs.token_logprobs or []]
     assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 30
+    assert chunks[-1].usage.completion_tokens == length
 
 
 def test_chats_stream_and_do_not(client: openai.OpenAI) -> None:
@@ -206,6 +208,18 @@ def test_the_lens_shows_every_loop(server: RunningServer, lm: LM) -> None:
     assert seen["loops"][-1]["top"][0]["logprob"] == pytest.approx(first.logprobs[0], abs=1e-4)
 
 
+def test_a_lens_waits_in_the_queue_as_one_text(server: RunningServer) -> None:
+    assert server.service is not None
+    admission = server.service.admission
+    wait_until(lambda: admission.in_flight == 0)
+    with ThreadPoolExecutor() as pool:
+        with server.stopped_engine():
+            waiting = pool.submit(server.post, "/lens", prompt=PROMPTS[0])
+            wait_until(lambda: admission.in_flight > 0)
+            assert admission.in_flight == 1
+        assert waiting.result().status_code == 200
+
+
 def test_what_is_counted_is_told(server: RunningServer) -> None:
     names = ("generation_tokens_total", "time_to_first_token_seconds_count", "e2e_request_latency_seconds_count")
     before = {name: server.metric(name, budget="3") for name in names}
@@ -220,6 +234,53 @@ def test_what_is_counted_is_told(server: RunningServer) -> None:
     assert server.metric("prefix_cache_hits_total") > hits
     for path in ("/health", "/ready", "/version", "/openapi.json"):
         assert server.get(path).status_code == 200
+
+
+def test_a_request_is_logged_and_counted_once(
+    server: RunningServer, lm: LM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "loopformer")
+    kinds = ("time_to_first_token_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds")
+    names = ["prompt_tokens_total", "generation_tokens_total", "request_success_total"]
+    names += [f"{kind}_{part}" for kind in kinds for part in ("count", "sum")]
+    before = {name: server.metric(name, budget="2") for name in names}
+    body: dict[str, Any] = {"prompt": [1] * 10, "budget": 2, "temperature": 0}
+    started = time.monotonic()
+    with ThreadPoolExecutor() as pool, server.busy(n=8):
+        waiting = pool.submit(server.post, "/v1/completions", **body, max_tokens=2)
+        server.wait_for("num_requests_waiting", 1)
+    assert waiting.result().status_code == 200
+    server.post("/v1/completions", **body, max_tokens=1)
+    monkeypatch.setattr(server.service, "_log_prompts", True)
+    server.post("/v1/completions", **body, max_tokens=0, echo=True, logprobs=0)
+    seconds = time.monotonic() - started
+
+    def logged() -> list[dict[str, Any]]:
+        return [line for line in map(json.loads, caplog.messages) if line.get("prompt_tokens") == 10]
+
+    wait_until(lambda: len(logged()) == 3)
+    first, *rest = logged()
+    assert {**first, "queue_seconds": 0, "first_token_seconds": 0, "seconds": 0} == {
+        "event": "request",
+        "path": "/v1/completions",
+        "status": 200,
+        "texts": 1,
+        "asked": "2",
+        "trajectory": "2",
+        "prompt_tokens": 10,
+        "new_tokens": 2,
+        "finish": ["length"],
+        "queue_seconds": 0,
+        "first_token_seconds": 0,
+        "seconds": 0,
+    }
+    assert 0 < first["queue_seconds"] <= first["first_token_seconds"] <= first["seconds"] <= seconds
+    assert [line["new_tokens"] for line in rest] == [1, 0]
+    assert [line.get("prompts") for line in rest] == [None, [lm.need_tokenizer().decode([1] * 10, special=True)]]
+    grown = {name: server.metric(name, budget="2") - before[name] for name in names}
+    assert [grown[name] for name in names[:3]] == [30, 3, 3]
+    assert [grown[f"{kind}_count"] for kind in kinds] == [2, 1, 3]  # a single token has no time after the first
+    assert all(0 < grown[f"{kind}_sum"] <= 3 * seconds for kind in kinds)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -239,7 +300,7 @@ def test_a_client_that_goes_away_frees_its_slots(server: RunningServer, stream: 
 def test_a_slow_reader_holds_nobody_up(server: RunningServer) -> None:
     with server.busy():
         assert server.post("/v1/completions", prompt="its", max_tokens=5).status_code == 200
-        assert server.metric("num_requests_running") == 1
+        server.wait_for("num_requests_running", 1)
 
 
 def test_a_wrong_field_is_an_error_of_openais_form(client: openai.OpenAI) -> None:

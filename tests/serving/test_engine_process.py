@@ -24,16 +24,16 @@ READY = EngineReady("mine", ModelConfig(), Trajectory.uniform(2), 1, 1, 4, "cpu"
 
 def loads(settings: WorkerSettings, connection: Connection) -> None:
     connection.send(READY._replace(process=os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def loads_another(settings: WorkerSettings, connection: Connection) -> None:
     connection.send(READY._replace(config=replace(READY.config, loops=5)))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def hangs(settings: WorkerSettings, connection: Connection) -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_one_that_hangs_or_has_another_model_is_given_up_and_stopping_ends_all(

@@ -136,6 +136,43 @@ def test_the_field_that_is_wrong_is_named(served: Served, field: str, value: Any
     assert refused.value.param == field
 
 
+def test_bounds_are_part_of_what_is_taken(served: Served) -> None:
+    last = served.config.vocab - 1
+    assert completion(prompt=["its"] * 128, logprobs=0).job(served).alternatives == 0
+    assert completion(prompt=[1, last], logprobs=20, max_tokens=32).job(served).alternatives == 20
+    assert completion(prompt=[1] * 64).job(served).alternatives is None
+    assert completion(prompt=[1]).job(served).prompts == ((1,),)
+    for field in ("max_tokens", "max_completion_tokens"):
+        assert ChatBody.model_validate({"messages": MESSAGES, field: 1}).job(served).max_tokens == 1
+        with pytest.raises(ValidationError):
+            ChatBody.model_validate({"messages": MESSAGES, field: 0})
+    with pytest.raises(ApiError, match="1 to 128"):
+        completion(prompt=["its"] * 129).job(served)
+    with pytest.raises(ApiError, match=f"must lie in 0…{last}"):
+        completion(prompt=[1, last + 1]).job(served)
+    with pytest.raises(ApiError, match="above the model's 4 loops"):
+        completion(trajectory="cosine:99999999999").job(served)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 3}, 3)],
+)
+def test_a_chat_lists_alternatives_when_it_is_asked_to(
+    served: Served, fields: dict[str, Any], expected: int | None
+) -> None:
+    assert ChatBody.model_validate({"messages": MESSAGES, **fields}).job(served).alternatives == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [("bugdet", "bugdet"), ("x" * 99, "x" * 64), ("a\udc80", "a\\udc80")], ids=repr
+)
+def test_an_unknown_field_is_named(name: str, shown: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        completion(**{name: 1})
+    assert f"'{shown}' is not a field of this request; " in refused.value.errors()[0]["msg"]
+
+
 def test_what_is_not_said_is_within_what_the_server_gives(served: Served) -> None:
     assert completion().job(served).max_tokens == 16
     assert completion().job(replace(served, max_output=8)).max_tokens == 8

@@ -19,7 +19,7 @@ import pytest
 
 from loopformer import LM
 
-from .servers import LONG, RunningServer
+from .servers import LONG, MAX_WAIT, RunningServer, wait_until
 from .test_server import SHORT, is_alive
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -44,7 +44,7 @@ class RayServer(RunningServer):
         assert curl, log.read_text()
         print(f"ready after {time.monotonic() - began:.1f} s")
         url = first.partition("open ")[2].partition(" ")[0]
-        super().__init__(url, [first, curl], httpx.Client(base_url=url, timeout=120, verify=False))
+        super().__init__(url, [first, curl], httpx.Client(base_url=url, timeout=MAX_WAIT, verify=False))
         self.client.headers["authorization"] = "Bearer sesame"
 
     def engines(self) -> list[int]:
@@ -85,10 +85,7 @@ class RayServer(RunningServer):
         return last
 
     def wait_for_both(self) -> None:
-        until = time.monotonic() + 90
-        while list(self.by_replica("engine_up").values()) != [1.0] * REPLICAS:
-            assert time.monotonic() < until, self.by_replica("engine_up")
-            time.sleep(0.1)
+        wait_until(lambda: list(self.by_replica("engine_up").values()) == [1.0] * REPLICAS)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +125,7 @@ def test_a_client_that_goes_away_frees_its_slots(cluster: RayServer) -> None:
         cluster.wait_for("num_requests_running", 2)
     cluster.wait_for("num_requests_running", 0)
     with pytest.raises(httpx.ReadTimeout):
-        cluster.client.post("/v1/completions", json=LONG, timeout=0.5)
+        cluster.client.post("/v1/completions", json=LONG, timeout=httpx.Timeout(MAX_WAIT, read=0.5))
     cluster.wait_for("num_requests_running", 0)
 
 
@@ -151,13 +148,14 @@ def test_what_is_killed_loses_only_its_own_requests(cluster: RayServer, victim: 
     engines = cluster.engines()
     assert len(engines) == REPLICAS
     pid = engines[0] if victim == "engine" else parent_of(engines[0])
+    names = ("num_requests_running", "num_requests_waiting")
     with ThreadPoolExecutor(16) as pool:
         streams: list[Future[str]] = []
         while len(running := cluster.by_replica("num_requests_running")) < 2 or min(running.values()) < 1:
             streams.append(pool.submit(cluster.stream, **LONG))
             assert len(streams) <= REPLICAS * ROWS, running
-            time.sleep(0.5)
-        before = cluster.by_replica("num_requests_running", "num_requests_waiting")
+            wait_until(lambda: sum(cluster.by_replica(*names).values()) == len(streams))
+        before = cluster.by_replica(*names)
         os.kill(pid, signal.SIGKILL)
         killed, meanwhile = time.monotonic(), []
         time.sleep(0.2)  # until then it is given requests, which are its own, too
@@ -196,12 +194,9 @@ def test_sigterm_drains_and_leaves_no_process(cluster: RayServer) -> None:
         assert int(answer.headers["retry-after"]) > 0
         assert running.result() == "[DONE]"
     told = time.monotonic()
-    assert cluster.process.wait(60) == 0
+    assert cluster.process.wait(MAX_WAIT) == 0
     print(f"ended {time.monotonic() - told:.1f} s after its last text")
-    until = time.monotonic() + 10
-    while cluster.processes():
-        assert time.monotonic() < until, cluster.processes()
-        time.sleep(0.1)
+    wait_until(lambda: not cluster.processes())
 
 
 def test_what_is_wrong_is_one_sentence(folder: str) -> None:
@@ -211,7 +206,7 @@ def test_what_is_wrong_is_one_sentence(folder: str) -> None:
         (("--memory", "10"), "10 bytes"),
         (("--replicas", "1000"), "1000 replicas need a CPU"),
     ):
-        said = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+        said = subprocess.run([*command, *options], capture_output=True, text=True, timeout=MAX_WAIT)
         print(said.stderr)
         assert sentence in said.stderr.splitlines()[-1]
         assert said.returncode in (1, 2)

@@ -51,6 +51,8 @@ def test_a_lowered_schedule_is_uniform_and_an_untouched_one_itself() -> None:
     asked = Trajectory.parse("4-2-1-1")
     assert grant_trajectory(asked, 4, 3) is asked
     assert grant_trajectory(asked, 1, 2) == Trajectory.uniform(2)
+    assert [grant_trajectory(Trajectory.uniform(40), 1, level).budget for level in range(4)] == [40, 30, 20, 10]
+    assert grant_trajectory(Trajectory.uniform(9), 1, 3).budget == 3
 
 
 def test_a_full_queue_says_when_to_try_again() -> None:
@@ -77,8 +79,11 @@ def test_the_wait_follows_what_requests_take() -> None:
     admitted = [admission.enter(1, lambda _: 1, full) for _ in range(2)]
     assert wait() == 3  # a guess
     admission.leave(admitted[0], 10.0)
-    admission.enter(1, lambda _: 1, full)
+    again = admission.enter(1, lambda _: 1, full)
     assert wait() == 5  # two at a time, ten seconds each
+    admission.leave(again, 50.0)
+    admission.enter(1, lambda _: 1, full)
+    assert wait() == 10  # the mean moves a quarter of the way, to 20 seconds
 
 
 def test_bytes_fill_the_queue_too() -> None:

@@ -58,6 +58,7 @@ def test_it_is_the_papers_sum(tiny: ModelConfig, kind: str) -> None:
     total = ce[0] + 0.2 * ce[1] + 0.3 * consistency
     torch.autograd.backward(total)
     torch.testing.assert_close(got.total, total)
+    assert not got.terms.requires_grad
     none = torch.zeros(())
     expected = torch.stack([ce[0], ce[1], none, consistency]).detach().view(2, 2)
     torch.testing.assert_close(got.terms / counted, expected)

@@ -1,9 +1,18 @@
+import copy
+
 import pytest
 import torch
 
 from loopformer import LoopedLM
 from loopformer.config import ModelConfig, TrainingConfig
-from loopformer.training.optimizer import BlockMuon, ModelOptimizer, learning_rate, orthogonalise
+from loopformer.training.optimizer import (
+    MOMENTS,
+    MOMENTUM,
+    BlockMuon,
+    ModelOptimizer,
+    learning_rate,
+    orthogonalise,
+)
 
 
 def test_rate_warms_up_and_follows_a_cosine() -> None:
@@ -42,6 +51,43 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest(tiny: ModelConfi
     assert not rest & matrices.keys()
     optimizer.set_rate(3e-4)
     assert optimizer.muon.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_an_optimizer_with_the_state_of_another_goes_on_as_it_does(tiny: ModelConfig, kind: str) -> None:
+    config = TrainingConfig(optimizer=kind)  # type: ignore[arg-type]
+    model = LoopedLM(tiny)
+    optimizer = ModelOptimizer(model, config, fused=False)
+
+    def update(step: int, model: LoopedLM, optimizer: ModelOptimizer) -> None:
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for name, parameter in model.named_parameters():
+            if name != "final_norm.weight" or step > 1:  # which has no gradient at first
+                parameter.grad = torch.randn_like(parameter)
+        optimizer.set_rate(learning_rate(step, config))
+        optimizer.step()
+
+    for step in (1, 2, 3):
+        update(step, model, optimizer)
+    state = optimizer.tensors(model)
+    matrices = optimizer.muon.parts if optimizer.muon is not None else {}
+    kinds = {name: MOMENTS if p not in matrices else (MOMENTUM,) for name, p in model.named_parameters()}
+    assert state.keys() == {f"{kind}.{name}" for name, each in kinds.items() for kind in each}
+    copied = copy.deepcopy(model)
+    other = ModelOptimizer(copied, config, fused=False)
+    for name, tensor in other.tensors(copied).items():
+        assert not tensor.any()
+        tensor.copy_(state[name])
+    other.set_updates(3, fused=False)
+    before = copy.deepcopy(model.state_dict())
+    for step in (4, 5):
+        update(step, model, optimizer)
+        update(step, copied, other)
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in copied.state_dict().items())
+    assert all(not torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])

@@ -3,19 +3,26 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from loopformer import LoopformerError
 from loopformer.config import ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, load_run
 from loopformer.config.run import TrainedTrajectory
+from loopformer.model.cost import Cost
+from loopformer.training.fused.passes import FP8_LOOPS_PER_GRADIENT
 from loopformer.training.plan import (
     assign_rows,
     check_ranks,
     costliest_step,
     draw_trajectories,
+    estimated_micro_batch,
+    make_plan,
+    memory_bytes,
     micro_batch_sizes,
     micro_batches,
+    training_flops_per_token,
 )
 from loopformer.trajectory import Trajectory
 
@@ -84,6 +91,22 @@ def test_the_papers_pair_is_drawn_as_before() -> None:
     for step in range(1, 20):
         expected = Trajectory.sample(8, random.Random(f"3/{step}/2"), sampler="compositions")
         assert draw_trajectories(run, step, 2) == [Trajectory.uniform(8), expected]
+
+
+def test_only_what_is_random_is_drawn() -> None:
+    """A full or fixed budget takes no number from the generator, which the entries after it share."""
+    entries = (
+        TrainedTrajectory("full"),
+        TrainedTrajectory(2, "compositions"),
+        TrainedTrajectory("any", "sequential"),
+    )
+    run = RunConfig(ModelConfig(), objective=ObjectiveConfig(trajectories=entries))
+    for step in range(1, 20):
+        rng = random.Random(f"{run.training.seed}/{step}/0")
+        fixed = Trajectory.sample(8, rng, 2, "compositions")
+        budget = 1 + rng.randrange(8)
+        expected = [Trajectory.uniform(8), fixed, Trajectory.sample(8, rng, budget, "sequential")]
+        assert draw_trajectories(run, step, 0) == expected
 
 
 def test_budgets_of_a_list() -> None:
@@ -308,3 +331,82 @@ def test_a_batch_of_any_size_is_planned_at_once() -> None:
         check_ranks(run, 10**9, world)
     with pytest.raises(LoopformerError, match="cannot be shared evenly by 3 ranks"):
         check_ranks(run, 10**9, 3)
+
+
+def test_a_plan_adds_up() -> None:
+    run = RunConfig(ModelConfig(), training=TrainingConfig(batch=12, steps=50))
+    plan = make_plan(run, 1000, torch.device("cpu"), micro_batch=4, world=3, fused=False)
+    cost = Cost(run.model)
+    assert plan["parameters"] == cost.parameters.total
+    assert plan["parameters_without_embeddings"] == cost.parameters.without_embeddings
+    assert plan["tokens"] == 50 * 12 * run.model.context
+    assert plan["epochs"] == plan["tokens"] / 1000
+    assert plan["training_gflops_per_token"] == pytest.approx(cost.training_flops(budgets=[8, 4]) / 1e9)
+    assert plan["total_flops"] == pytest.approx(cost.training_flops(budgets=[8, 4]) * plan["tokens"])
+    assert plan["memory_gib_per_device"] == memory_bytes(run, 4, 3, False) / 2**30
+    assert plan["hours"] * 3600 * 3 * plan["device_tflops"] * 1e12 == pytest.approx(plan["total_flops"])
+    assert make_plan(run, 0, torch.device("cpu"), micro_batch=4, world=3, fused=False)["epochs"] is None
+
+
+def test_flops_are_those_of_the_rows_that_train() -> None:
+    entries = (
+        TrainedTrajectory("full"),
+        TrainedTrajectory(2, rows=0.5, active_range=(0.5, 1)),
+        TrainedTrajectory((3, 5), active_range=(0, 0.25)),
+    )
+    run = RunConfig(
+        ModelConfig(), objective=ObjectiveConfig(trajectories=entries), training=TrainingConfig(batch=8)
+    )
+    cost = Cost(run.model)
+    full, two, four = (cost.training_flops(budgets=[budget]) for budget in (8, 2, 4))
+    assert training_flops_per_token(run) == pytest.approx(full + two / 4 + four / 4)
+    drawn = [Trajectory.uniform(8), Trajectory.uniform(2), None]
+    assert training_flops_per_token(run, drawn) == pytest.approx(full + two / 2)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("checkpoint_loops", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "fused"),
+    [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True), ("float8", True)],
+)
+def test_memory_is_that_of_the_weights_and_of_the_tokens(
+    dtype: Any, fused: bool, checkpoint_loops: bool, positions: Any
+) -> None:
+    """By the formula: states in fp32, activations, and a chunk of the head with its gradient."""
+    training = TrainingConfig(batch=12, dtype=dtype, checkpoint_loops=checkpoint_loops)
+    run = RunConfig(ModelConfig(positions=positions), training=training)
+    config, loops = run.model, 8 + 7
+    width, ffn, rows = config.width, config.ffn, config.vocab_rows
+    block = 48 * width + 8 * ffn if dtype == "float32" else 28 * width + 4 * ffn
+    if fused:
+        results = (8 if positions == "rotary" else 6) * width + ffn
+        block = 8 * width + (4 if dtype == "float32" else 2) * results
+    waiting = 0
+    if dtype == "float8":
+        block += 3 * width + ffn
+        waiting = (FP8_LOOPS_PER_GRADIENT - 1) * config.blocks * (8 * width + 2 * ffn)
+    token = loops * config.blocks * block
+    if checkpoint_loops:
+        token = loops * 4 * width + config.blocks * block + waiting
+    for micro_batch in (1, 2):
+        tokens = micro_batch * config.context
+        head = 3 * 4 * rows * 2 * min(tokens, run.objective.chunk) + 4 * rows * width
+        expected = 16 * Cost(config).parameters.total + tokens * token + head
+        assert memory_bytes(run, micro_batch, 1, fused) == expected
+        assert memory_bytes(run, micro_batch, 4, fused) == expected  # every device has all weights
+
+
+def test_micro_batches_divide_the_rows_of_a_rank() -> None:
+    run = run_of(24, ObjectiveConfig(trajectory_groups=2))
+    assert micro_batch_sizes(run, 1) == [12, 6, 4, 3, 2, 1]
+    assert micro_batch_sizes(run, 3) == [8, 4, 2, 1]
+    sharded = run_of(24, ObjectiveConfig(trajectory_groups=2), is_sharded=True)
+    assert micro_batch_sizes(sharded, 3) == [4, 2, 1]
+    needed = {size: memory_bytes(run, size, 1, False) for size in micro_batch_sizes(run, 1)}
+    for size, memory in needed.items():
+        assert estimated_micro_batch(run, memory * 1.001, 1, False) == size
+    assert estimated_micro_batch(run, needed[2], 1, False) == 1
+    assert estimated_micro_batch(run, 0, 1, False) == 1
+    states = Cost(run.model).parameters.total
+    assert memory_bytes(run, 1, 4, False) - memory_bytes(sharded, 1, 4, False) == pytest.approx(states * 12 * 3 / 4)

@@ -462,7 +462,9 @@ def start_in_a_process(out: Path, overrides: list[str]) -> subprocess.Popen[byte
 def test_sigkill_at_random_moments_changes_no_bit(small: Small, tmp_path: Path) -> None:
     """The weights at the end are those of a run that was never touched."""
     overrides = small(training__steps=400, training__save_every=3, training__validate_every=50, training__keep=2)
+    started = time.monotonic()
     launch("demo", overrides, tmp_path / "whole", quiet=True)
+    seconds = time.monotonic() - started
     rng, out = random.Random(0), tmp_path / "killed"
     reached: list[int] = []
     for _ in range(KILLS):
@@ -473,7 +475,7 @@ def test_sigkill_at_random_moments_changes_no_bit(small: Small, tmp_path: Path) 
             if now and int(now[-1].name[5:]) > before:
                 break
             time.sleep(0.02)
-        time.sleep(rng.random() * 0.25)  # anywhere: in a step, in a save, in validation
+        time.sleep(rng.random() * seconds / 20)  # anywhere: in a step, in a save, in validation
         assert process.poll() is None, "it finished before it could be killed; give it more steps"
         process.kill()
         process.wait()
