@@ -39,7 +39,6 @@ from loopformer.trajectory import Trajectory
 
 Tokens = tuple[int, ...]
 Answer = tuple[float, bool]  # log-likelihood; whether every token was the most likely one
-Alternatives = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
 CountProgress = Callable[[int, int], None]  # called with the number of spans done, and of all spans
 
 BATCH_TOKENS = 8192

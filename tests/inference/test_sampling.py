@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loopformer import LoopformerError
-from loopformer.inference.request import Sampling
-from loopformer.inference.sampling import Draw, gumbel_noise, log_probabilities, sample
+from loopformer.inference.request import Draw, Sampling
+from loopformer.inference.sampling import gumbel_noise, log_probabilities, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
 

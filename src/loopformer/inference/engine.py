@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, cycle
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,11 +34,13 @@ from loopformer.device import device_context
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.detokenizer import Detokenizer
 from loopformer.inference.request import Choice, Event, Request
-from loopformer.inference.runner import Runner
 from loopformer.inference.scheduler import Scheduler
 from loopformer.inference.sequence import Progress, Sequence, Status
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from loopformer.inference.runner import Runner
 
 
 @dataclass

@@ -13,9 +13,9 @@ from numbers import Integral, Real
 from typing import Literal, NamedTuple
 
 from loopformer.errors import LoopformerError, require
-from loopformer.scoring import Alternatives
 from loopformer.trajectory import Trajectory
 
+Alternatives = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
 Reason = Literal["stop", "end", "length", "context", "error"]
 REASONS = {
     "stop": "a stop string was generated",
@@ -103,6 +103,16 @@ class Request:
                 raise LoopformerError(f"A stop string may have {MAX_STOP_CHARS} characters, got {len(stop)}.")
         if len(self.stops) > MAX_STOPS:
             raise LoopformerError(f"A request may have {MAX_STOPS} stop strings, got {len(self.stops)}.")
+
+
+class Draw(NamedTuple):
+    """All that a row's next token depends on besides its logits."""
+
+    sampling: Sampling
+    seed: int = 0
+    position: int = 0  # number of tokens before the next token
+    history: tuple[int, ...] = ()  # these tokens; needed only with a repetition penalty
+    alternatives: int = 0  # how many of the most likely tokens to report
 
 
 class Choice(NamedTuple):

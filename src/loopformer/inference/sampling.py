@@ -11,27 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from loopformer.device import to_device_async
-from loopformer.inference.request import Choice, Sampling
+from loopformer.inference.request import Choice, Draw, Sampling
 from loopformer.model.noise import GOLDEN, MIX_1, MIX_2, as_int64, hashed, logical_shift
 from loopformer.scoring import most_likely
 
 _64_BITS = (1 << 64) - 1
-
-
-class Draw(NamedTuple):
-    """All that a row's next token depends on besides its logits."""
-
-    sampling: Sampling
-    seed: int = 0
-    position: int = 0  # number of tokens before the next token
-    history: tuple[int, ...] = ()  # these tokens; needed only with a repetition penalty
-    alternatives: int = 0  # how many of the most likely tokens to report
 
 
 GREEDY = Draw(Sampling())

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from threading import Lock
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from loopformer.errors import LoopformerError, require
 from loopformer.inference.request import is_whole
-from loopformer.inference.runner import Runner
 from loopformer.inference.sequence import Sequence, Status
 from loopformer.scoring import common_prefix
+
+if TYPE_CHECKING:
+    from loopformer.inference.runner import Runner
 
 IDLE_PREFILL_TOKENS = 2048  # prompt tokens per step when nothing decodes; otherwise the runner's `prefill_chunk`
 PRIORITY_SECONDS = 1.0  # of waiting that a level of priority is worth

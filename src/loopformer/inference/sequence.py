@@ -22,8 +22,7 @@ from typing import NamedTuple
 from loopformer.config.model import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.detokenizer import Detokenizer, TextStream
-from loopformer.inference.request import Choice, Event, Reason, Request, Result, kv_capacity
-from loopformer.inference.sampling import Draw
+from loopformer.inference.request import Choice, Draw, Event, Reason, Request, Result, kv_capacity
 from loopformer.trajectory import Trajectory
 
 NOT_A_NUMBER = "The model's output is not a number; are its weights damaged, or too large for bf16?"

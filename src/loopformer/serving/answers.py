@@ -17,9 +17,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator
 
 from loopformer.inference.detokenizer import REPLACEMENT_CHARACTER
-from loopformer.inference.request import Choice, Event, Reason
+from loopformer.inference.request import Alternatives, Choice, Event, Reason
 from loopformer.model.cost import Cost
-from loopformer.scoring import Alternatives
 from loopformer.serving.messages import TokenScore
 from loopformer.serving.protocol import AnswerBody, Job, Served
 from loopformer.trajectory import Trajectory

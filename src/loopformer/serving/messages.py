@@ -22,8 +22,7 @@ from typing import Literal, NamedTuple
 
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
-from loopformer.inference.request import Event, Request
-from loopformer.scoring import Alternatives
+from loopformer.inference.request import Alternatives, Event, Request
 from loopformer.trajectory import Trajectory
 
 

@@ -36,8 +36,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_late
 from prometheus_client import Counter as CountMetric
 
 from loopformer.errors import LoopformerError, RunFailed, require
-from loopformer.inference.request import Event, Result
-from loopformer.scoring import Alternatives
+from loopformer.inference.request import Alternatives, Event, Result
 from loopformer.serving.answers import EMPTY_TEXT, FINISH_REASONS, Usage, count_usage
 from loopformer.serving.engine_process import Call, EngineProcess, shutdown_error
 from loopformer.serving.messages import Content, EngineStats, LensScores, PromptScores, TokenScore

@@ -42,12 +42,13 @@ from loopformer.device import dtype_of
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.chat import ChatTemplate
 from loopformer.inference.engine import Engine, warm_up
+from loopformer.inference.request import Alternatives
 from loopformer.inference.sequence import Sequence, Status
 from loopformer.lm import LM, load, move_to_device
 from loopformer.loading import from_model_folder
 from loopformer.loading.folder import is_run_folder, resolve_model_path, run_folder_of
 from loopformer.model import LoopedLM
-from loopformer.scoring import Alternatives, head_chunks, most_likely
+from loopformer.scoring import head_chunks, most_likely
 from loopformer.serving.messages import (
     Cancel,
     EngineOutput,

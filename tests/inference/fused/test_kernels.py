@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from loopformer.inference.request import Choice, Sampling
-from loopformer.inference.sampling import Draw, hashed_seed, kernel_settings, sample
+from loopformer.inference.request import Choice, Draw, Sampling
+from loopformer.inference.sampling import hashed_seed, kernel_settings, sample
 
 pytest.importorskip("triton")
 from loopformer.inference.fused.kernels import choice_kernel

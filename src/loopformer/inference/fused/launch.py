@@ -38,7 +38,8 @@ from loopformer.inference.fused.graphs import HostCopy, SideStream, record
 from loopformer.inference.fused.prefill import PromptGraphs
 from loopformer.inference.fused.single_row import SingleRow, allocate_scratch, launch_attention
 from loopformer.inference.kv_cache import fingerprint, page_bytes
-from loopformer.inference.sampling import GREEDY, Draw, hashed_seed, kernel_settings
+from loopformer.inference.request import Draw
+from loopformer.inference.sampling import GREEDY, hashed_seed, kernel_settings
 from loopformer.model.block import EPSILON
 from loopformer.model.cache import SequenceKV
 from loopformer.model.conditioning import Condition

@@ -33,9 +33,9 @@ from loopformer.errors import LoopformerError
 from loopformer.inference.fused.graphs import HostCopy
 from loopformer.inference.fused.launch import DecodeBatch
 from loopformer.inference.kv_cache import BlockManager, KVBlock, page_bytes
-from loopformer.inference.request import Choice, Request
+from loopformer.inference.request import Choice, Draw, Request
 from loopformer.inference.runner import PrefillOutput, PromptRunner, prefill
-from loopformer.inference.sampling import Draw, sample_async, to_choices
+from loopformer.inference.sampling import sample_async, to_choices
 from loopformer.inference.sequence import Sequence, Status
 from loopformer.model.cache import KVCache, SequenceKV
 from loopformer.scoring import most_likely
