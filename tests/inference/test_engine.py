@@ -1,5 +1,6 @@
 """Continuous batching: each request alone or among others, rows that come and go, prompts that share."""
 
+import copy
 import random
 import threading
 from dataclasses import replace
@@ -382,3 +383,54 @@ def test_memory_bounds_the_rows(lm: LM) -> None:
     assert (engine.rows, engine.memory_bytes) == (3, 3 * each + 1)
     with pytest.raises(LoopformerError, match="bytes of one row's keys"):
         lm.engine(memory=each - 1)
+
+
+def test_a_cancelled_request_brings_what_came_before_and_nothing_after(lm: LM) -> None:
+    """Its events wait meanwhile, as those of a text that is not streamed do."""
+    engine = lm.engine(rows=2)
+    tickets = [engine.submit(request) for request in lm.requests(PROMPTS[:2], max_tokens=9)]
+    for _ in range(3):
+        assert engine.step(lambda sequence: False) == []
+    engine.cancel(tickets[0])
+    events = engine.step()
+    assert [event.ticket for event in events] == tickets
+    assert [len(event.choices) for event in events] == [3, 4]
+    assert events[0].result is None
+    assert {event.ticket for event in engine.run()} == {tickets[1]}
+
+
+def test_a_failure_is_forgiven_by_the_next_token(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that cannot be decoded at every other try has all its tokens in the end."""
+    tokenizer = lm.need_tokenizer()
+    expected, calls, decode = lm.generate(PROMPTS[0], max_tokens=6), 0, tokenizer.decode
+
+    def fail(ids: Any) -> str:
+        nonlocal calls
+        calls += 1
+        if calls % 4 == 2:
+            raise ValueError("on purpose")
+        return decode(ids)
+
+    engine = lm.engine(rows=1)
+    engine.submit(lm.requests([PROMPTS[0]], max_tokens=6)[0])
+    monkeypatch.setattr(tokenizer, "decode", fail)
+    results, raised = [], 0
+    while not engine.idle:
+        try:
+            results += [event.result for event in engine.step() if event.result is not None]
+        except ValueError:
+            raised += 1
+    assert raised >= 2
+    assert [(result.text, result.error) for result in results] == [(expected.text, None)]
+
+
+def test_a_model_that_moves_while_its_engine_runs_is_named(lm: LM) -> None:
+    other = LM(copy.deepcopy(lm.model), lm.tokenizer)
+    engine = other.engine(rows=1)
+    engine.submit(other.requests([PROMPTS[0]], max_tokens=3)[0])
+    engine.step()
+    other.to("cpu", torch.bfloat16)
+    with pytest.raises(LoopformerError, match="The model was moved while this engine has it; make a new engine"):
+        engine.step()
+    other.to("cpu", torch.float32)
+    assert finish(engine)[0].error is None

@@ -10,12 +10,14 @@ from pydantic import ValidationError
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.errors import RunFailed
 from loopformer.inference.chat import ChatTemplate
+from loopformer.inference.request import Sampling
 from loopformer.serving.protocol import (
     CLIENT_GONE,
     ApiError,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    Job,
     LensBody,
     Served,
     TokenizeBody,
@@ -259,3 +261,13 @@ def test_token_ids_end_before_the_vocabulary(served: Served, fewer: str) -> None
         ):
             with pytest.raises(ApiError, match=f"Token ids must lie in 0…{first_wrong - 1}"):
                 refuse()
+
+
+def test_a_text_needs_memory_for_its_tokens_but_not_beyond_the_context(served: Served) -> None:
+    each = served.cost.kv_bytes(2, served.value_bytes)
+    for prompt, max_tokens, tokens in (
+        ([1] * 5, 3, 8),
+        ([1] * (served.config.context - 2), 3, served.config.context),
+    ):
+        job = Job((tuple(prompt),), 2, Sampling(), max_tokens, (), Trajectory.uniform(2), 1, 0, None)
+        assert job.kv_bytes(served, Trajectory.uniform(2)) == 2 * tokens * each

@@ -120,6 +120,16 @@ def test_a_full_queue_refuses_degrades_and_recovers(small: RunningServer, lm: LM
     }
 
 
+def started_prompts(caplog: pytest.LogCaptureFixture) -> list[int]:
+    """The lengths of the prompts that were answered, in the order in which they got the slot."""
+    starts: list[tuple[float, int]] = []
+    for record in caplog.records:
+        line = json.loads(record.getMessage())
+        if line.get("status") == 200:
+            starts.append((record.created - line["seconds"] + line["queue_seconds"], line["prompt_tokens"]))
+    return [tokens for _, tokens in sorted(starts)]
+
+
 def test_lower_priorities_come_first(small: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     """The log says when each text got the slot. The order of its lines depends on how messages meet."""
     caplog.set_level("INFO", "loopformer")
@@ -131,12 +141,26 @@ def test_lower_priorities_come_first(small: RunningServer, caplog: pytest.LogCap
         for number, priority in enumerate((5, 0, -5), 1):
             pool.submit(ask, priority)
             small.wait_for("num_requests_waiting", number)
-    starts: list[tuple[float, int]] = []
-    for record in caplog.records:
-        line = json.loads(record.getMessage())
-        if line.get("status") == 200:
-            starts.append((record.created - line["seconds"] + line["queue_seconds"], line["prompt_tokens"]))
-    assert [tokens for _, tokens in sorted(starts)] == [5, 10, 15]
+    assert started_prompts(caplog) == [5, 10, 15]
+
+
+def test_clients_take_turns(small: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Three texts of a client wait, with the highest priority, and then one of another client comes in."""
+    caplog.set_level("INFO", "loopformer")
+
+    def ask(tokens: int, **more: Any) -> None:
+        small.post("/v1/completions", **{**SHORT, "prompt": [1] * tokens, **more})
+
+    with ThreadPoolExecutor(8) as pool, small.busy():
+        for number in range(1, 4):
+            pool.submit(ask, number, priority=-10)
+            small.wait_for("num_requests_waiting", number)
+        pool.submit(ask, 9, key="simsalabim", priority=10)
+        small.wait_for("num_requests_waiting", 4)
+        assert small.metric("num_clients") == 2
+        assert small.metric("max_client_requests_in_flight") == 4
+        assert small.metric("max_client_requests_running") == 1
+    assert started_prompts(caplog) == [9, 1, 2, 3]
 
 
 def test_a_request_may_not_take_forever(small: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed, nearest, require
-from loopformer.inference.request import MAX_PRIORITY, Request, Sampling
+from loopformer.inference.request import MAX_PRIORITY, Request, Sampling, kv_capacity
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
 
@@ -451,7 +451,7 @@ class Job:
 
     def kv_bytes(self, served: Served, trajectory: Trajectory) -> int:
         """The bytes of keys and values that the texts may need along a trajectory."""
-        tokens = sum(min(served.config.context, len(prompt) + self.max_tokens) for prompt in self.prompts)
+        tokens = sum(kv_capacity(len(prompt), self.max_tokens, served.config.context) for prompt in self.prompts)
         return self.n * tokens * served.cost.kv_bytes(trajectory.budget, served.value_bytes)
 
     def requests(self, trajectory: Trajectory) -> list[Request]:
