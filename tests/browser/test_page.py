@@ -234,9 +234,9 @@ def test_a_key_is_asked_for_and_a_busy_server_says_when(locked: RunningServer, o
     page.fill("#max_tokens", "4")
     page.get_by_label("in turn").check()  # since one runs and one may wait
     assert generated(page) == ["1 loop", "2 loops", "4 loops"]
-    with locked.busy(n=2), locked.stopped_engine():  # so that the server stays busy
+    with locked.busy(), locked.stopped_engine():  # so that the text stays in flight
         page.click("#go")
-        page.wait_for_selector(".note.failed:has-text('The server is busy; try again in')")
+        page.wait_for_selector(".note.failed:has-text('texts in flight, which is your share; try again in')")
 
 
 def test_answers_that_are_lowered_split_or_broken_off(server: RunningServer, open_page: Open) -> None:
