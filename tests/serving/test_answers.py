@@ -45,7 +45,7 @@ def test_a_chunk_has_what_is_new_and_null_on_purpose(served: Served) -> None:
         (event("x", 0.0), {"content": "x"}, None),
         (event("", reason="end"), {}, "stop"),
     ):
-        content = json.loads(chat.chunk(part).to_json())
+        content = json.loads(chat.chunk(0, part).to_json())
         assert set(content) == {"id", "object", "created", "model", "choices"}
         (choice,) = content["choices"]
         assert choice == {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
@@ -64,9 +64,9 @@ def test_the_requested_budget_is_named_where_less_was_granted(
 
 def test_an_impossible_token_has_a_finite_logprob(served: Served) -> None:
     part = event("x", -math.inf)
-    (choice,) = json.loads(writer(CompletionWriter, served, logprobs=0).chunk(part).to_json())["choices"]
+    (choice,) = json.loads(writer(CompletionWriter, served, logprobs=0).chunk(0, part).to_json())["choices"]
     assert choice["logprobs"]["token_logprobs"] == [-9999.0]
-    (choice,) = json.loads(writer(ChatWriter, served, logprobs=True).chunk(part).to_json())["choices"]
+    (choice,) = json.loads(writer(ChatWriter, served, logprobs=True).chunk(0, part).to_json())["choices"]
     assert [token["logprob"] for token in choice["logprobs"]["content"]] == [-9999.0]
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from loopformer import ModelConfig, Trajectory
+from loopformer import LoopformerError, ModelConfig, Trajectory
+from loopformer.inference.request import Choice, Event
 from loopformer.serving import engine_process
-from loopformer.serving.engine_process import EngineProcess
-from loopformer.serving.messages import EngineLoad, EngineReady, WorkerSettings
+from loopformer.serving.engine_process import Call, EngineProcess
+from loopformer.serving.messages import EngineReady, EngineStats, LensScores, Output, WorkerSettings
 
 READY = EngineReady("mine", ModelConfig(), Trajectory.uniform(2), 1, 1, 4, "cpu", 0)
 
@@ -72,10 +73,42 @@ def test_one_that_hangs_or_has_another_model_is_given_up_and_stopping_ends_all(
     asyncio.run(live())
 
 
+def test_a_call_gives_outputs_by_index_and_pieces_that_were_not_read_together() -> None:
+    """The tickets of the engine mean nothing here: all of these events have the same one."""
+
+    async def live() -> None:
+        call = Call(range(5, 8))
+        call.put(Output(6, Event(0, "a", choices=(Choice(1, -1.0),))))
+        call.put(Output(5, Event(0, "x")))
+        call.put(Output(6, Event(0, "b", choices=(Choice(2, -2.0),))))
+        unread = await call.read()
+        assert list(unread) == [1, 0]
+        assert unread == {0: Event(0, "x"), 1: Event(0, "ab", choices=(Choice(1, -1.0), Choice(2, -2.0)))}
+        call.put(Output(7, LensScores([((1, -0.5),)])))
+        assert await call.read() == {2: LensScores([((1, -0.5),)])}
+
+    asyncio.run(live())
+
+
+def test_an_error_of_a_call_comes_after_what_was_generated_before_it() -> None:
+    async def live() -> None:
+        call = Call(range(2))
+        call.put(Output(0, Event(0, "a")))
+        call.put(Output(1, LoopformerError("It is too long.")))
+        call.put(Output(0, Event(0, "b")))
+        call.put(Output(0, LoopformerError("It is too short.")))
+        assert await call.read() == {0: Event(0, "a")}
+        for _ in range(2):
+            with pytest.raises(LoopformerError, match="too long"):
+                await call.read()
+
+    asyncio.run(live())
+
+
 def test_a_silence_counts_as_hung_only_if_another_one_follows() -> None:
     """As both processes may have been paused."""
     silent = TimeoutError()
-    message: Any = ([], EngineLoad())
+    message: Any = ([], EngineStats())
     items: list[Any] = [silent, message, silent, message, message, silent, silent, message]
 
     async def get() -> Any:
@@ -85,10 +118,10 @@ def test_a_silence_counts_as_hung_only_if_another_one_follows() -> None:
         return item
 
     engine = EngineProcess(WorkerSettings("mine"))
-    loads: list[EngineLoad] = []
-    engine.on_load = loads.append
+    reports: list[EngineStats] = []
+    engine.on_stats = reports.append
     link: Any = SimpleNamespace(inbox=SimpleNamespace(get=get))
     assert asyncio.run(engine._receive(link)) == "hung"
-    assert len(loads) == 3
+    assert len(reports) == 3
     items[:] = [message, None]
     assert asyncio.run(engine._receive(link)) == "lost"

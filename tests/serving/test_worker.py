@@ -16,7 +16,7 @@ from loopformer.errors import RunFailed
 from loopformer.inference.engine import warm_up
 from loopformer.inference.request import Event
 from loopformer.serving import worker
-from loopformer.serving.messages import EngineLoad, ScoreRequest, Submit, WorkerSettings
+from loopformer.serving.messages import EngineStats, ScoreRequest, Submit, WorkerSettings
 from loopformer.serving.protocol import ApiError
 from loopformer.serving.worker import _client_error, _Worker, lens, load_served, score_tokens
 
@@ -94,7 +94,7 @@ def test_what_warms_up_leaves_nothing_behind(lm: LM) -> None:
     assert engine.counts.new_tokens > 5
     ours, theirs = multiprocessing.Pipe()
     _Worker(lm, engine, theirs, heartbeat_seconds=1)._send()
-    assert ours.recv() == ([], EngineLoad())
+    assert ours.recv() == ([], EngineStats())
     engine.submit(*lm.requests([PROMPT], budget=2, max_tokens=12))
     *_, last = engine.run()
     assert last.result is not None
@@ -146,8 +146,8 @@ def test_tokens_that_come_fast_are_sent_together(
     events: list[Event] = []
     while not events or events[-1].result is None:
         outputs, _ = ours.recv()
-        assert {output.ticket for output in outputs} <= {7}
-        events += outputs
+        assert {output.number for output in outputs} <= {7}
+        events += [output.content for output in outputs]
     ours.close()
     thread.join(240)
     assert not thread.is_alive()
