@@ -113,6 +113,21 @@ FOUR_DRAWS: Settings = {
     "objective.trajectory_groups": 4,
     "training.micro_batch": 32,
 }  # a draw per quarter of the rows
+LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
+EARLY_EXIT: Settings = {  # naive: no conditioning, short trajectories trained along with the full one
+    **MUON,
+    **objective(FULL, "{budget: short, weight: 0.1}"),
+    "model.conditioning": "none",
+    "model.positions": "rotary",
+    **FOUR_DRAWS,
+}
+RECURRENT_DEPTH: Settings = {  # of the preset paper/recurrent-depth; its adapter takes more FLOPs per step
+    **EARLY_EXIT,
+    "model.norms": "sandwich",
+    "model.start": "random",
+    "model.inject": "adapter",
+    "training.steps": 880,
+}
 
 
 def plain(blocks: int, **more: Any) -> Settings:
@@ -122,17 +137,6 @@ def plain(blocks: int, **more: Any) -> Settings:
     return {**MUON, **shape, "model.start": "normed", **objective(FULL), "training.steps": steps, **more}
 
 
-RECURRENT_DEPTH: Settings = {  # of the preset paper/recurrent-depth, with our optimizer and rotary positions
-    **MUON,
-    **objective(FULL, "{budget: short, weight: 0.1}", training__steps=880),
-    "model.conditioning": "none",
-    "model.positions": "rotary",
-    "model.norms": "sandwich",
-    "model.start": "random",
-    "model.inject": "adapter",
-    **FOUR_DRAWS,
-}
-LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
 SUITES: dict[str, dict[str, Settings]] = {
     "final": {  # `elastic` has the tokens of `…-twice`, and no more FLOPs than `paper…` or `early-exit`
         "elastic": ELASTIC,
@@ -145,13 +149,7 @@ SUITES: dict[str, dict[str, Settings]] = {
             "training.learning_rate": 2e-3,
             **FOUR_DRAWS,
         },
-        "early-exit": {  # naive: no conditioning, short trajectories trained along with the full one
-            **MUON,
-            **objective(FULL, "{budget: short, weight: 0.1}"),
-            "model.conditioning": "none",
-            "model.positions": "rotary",
-            **FOUR_DRAWS,
-        },
+        "early-exit": EARLY_EXIT,
         "specialist-8-muon-0.01": specialist(8, training__matrix_learning_rate=0.01),
         "specialist-1-muon-0.01": specialist(1, training__matrix_learning_rate=0.01),
         "specialist-1-muon-0.04": specialist(1, training__matrix_learning_rate=0.04),
@@ -169,6 +167,7 @@ SUITES: dict[str, dict[str, Settings]] = {
             "specialist-2": specialist(2),
             **{f"specialist-{m}-twice": specialist(m, training__steps=2000) for m in (8, 4, 2, 1)},
             "paper-ours": {**OURS, **FOUR_DRAWS},
+            "early-exit": EARLY_EXIT,
             "elastic-matched-muon-0.04": {**MATCHED, **FASTER},
             **{f"specialist-{m}-muon-0.04": {**specialist(m), **FASTER} for m in (8, 4, 2, 1)},
         }.items()
