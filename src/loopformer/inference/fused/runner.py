@@ -102,13 +102,12 @@ class DeviceState:
 
     def out_of_sync(self, sequences: list[Sequence]) -> list[Sequence]:
         """Sequences whose slot is missing, or disagrees with their tokens."""
-
-        def is_in_sync(sequence: Sequence) -> bool:
-            if sequence.ticket not in self.rows:
-                return False
-            return 0 <= self.undelivered_count(sequence) <= len(self.given.get(sequence.ticket, ()))
-
-        return [sequence for sequence in sequences if not is_in_sync(sequence)]
+        return [
+            sequence
+            for sequence in sequences
+            if sequence.ticket not in self.rows
+            or not 0 <= self.undelivered_count(sequence) <= len(self.given.get(sequence.ticket, ()))
+        ]
 
     def undelivered_count(self, sequence: Sequence) -> int:
         """How many tokens have arrived that the sequence has not taken, because a step was interrupted."""
