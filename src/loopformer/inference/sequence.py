@@ -21,7 +21,7 @@ from typing import NamedTuple
 from loopformer.config.model import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.detokenizer import Detokenizer, TextStream
-from loopformer.inference.request import Choice, Draw, Event, Reason, Request, Result, kv_capacity
+from loopformer.inference.request import Alternatives, Choice, Draw, Event, Reason, Request, Result, kv_capacity
 from loopformer.trajectory import Trajectory
 
 NOT_A_NUMBER = "The model's output is not a number; are its weights damaged, or too large for bf16?"
@@ -36,11 +36,16 @@ class Status(Enum):
 
 
 class Progress(NamedTuple):
-    """The tokens and the text of a sequence at one moment."""
+    """The tokens and the text of a sequence at one moment.
+
+    The parts of each `Choice` are in tuples of numbers, because the garbage collector visits every `Choice` that is
+    kept. With thousands of them it stops the engine for a fifth of a second now and then.
+    """
 
     text: TextStream
-    choices: tuple[Choice, ...] = ()
-    ids: tuple[int, ...] = ()  # of the choices
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    alternatives: tuple[Alternatives, ...] = ()  # of each token, if the request wants any
     status: Status = Status.WAITING
     result: Result | None = None
 
@@ -127,17 +132,20 @@ class Sequence:
         if text.stopped and len(new) > 1:
             # Push the tokens again, singly, to find the one that completed the stop string. Drop those after it.
             text = before.text.copy()
-            for count, token in enumerate(tokens, start=1):
+            for number, token in enumerate(tokens, start=1):
                 text.push(token)
                 if text.stopped:
-                    new, tokens = new[:count], tokens[:count]
+                    new, tokens = new[:number], tokens[:number]
                     break
         if text.stopped:
             reason = "stop"
         if reason is not None:
             text.finish()
-        trimmed = [self._trim_alternatives(choice) if choice.alternatives else choice for choice in new]
-        after = Progress(text, before.choices + tuple(trimmed), before.ids + tuple(tokens), Status.RUNNING)
+        alternatives = before.alternatives
+        if count := self.request.alternatives:  # cut off what another row of the batch has requested
+            alternatives += tuple([choice.alternatives[:count] for choice in new])
+        logprobs = before.logprobs + tuple([choice.logprob for choice in new])
+        after = Progress(text, before.ids + tuple(tokens), logprobs, alternatives, Status.RUNNING)
         if reason is not None:
             result = self._make_result(after, reason, NOT_A_NUMBER)
             after = after._replace(status=Status.FINISHED, result=result)
@@ -157,13 +165,13 @@ class Sequence:
 
     def event_since(self, before: Progress) -> Event:
         """What was added since an earlier moment."""
-        now = self.progress
+        now, first = self.progress, len(before.ids)
         piece = now.text.text[before.text.shown : now.text.shown]
-        return Event(self.ticket, piece, now.result, now.choices[len(before.choices) :], self.started_at)
-
-    def _trim_alternatives(self, choice: Choice) -> Choice:
-        """A row of a batch may come with as many alternatives as another row has requested."""
-        return choice._replace(alternatives=choice.alternatives[: self.request.alternatives])
+        ids, logprobs = now.ids[first:], now.logprobs[first:]
+        choices = (
+            map(Choice, ids, logprobs, now.alternatives[first:]) if now.alternatives else map(Choice, ids, logprobs)
+        )
+        return Event(self.ticket, piece, now.result, tuple(choices), self.started_at)
 
     def _find_end(self, choices: list[Choice]) -> tuple[list[Choice], Reason | None]:
         """The choices up to the end token, a NaN or a length limit, with the reason if there is one."""
@@ -181,7 +189,7 @@ class Sequence:
         return Result(
             progress.text.text,
             progress.ids,
-            tuple([choice.logprob for choice in progress.choices]),
+            progress.logprobs,
             reason,
             len(self.request.prompt),
             self.trajectory,
