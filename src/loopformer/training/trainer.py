@@ -29,7 +29,7 @@ from torch import Tensor
 from loopformer.config import RunConfig, run_to_yaml
 from loopformer.config.model import with_current_keys
 from loopformer.config.run import validation_budgets
-from loopformer.data.loader import IGNORE_INDEX, Batch, Loader, Prefetcher, Windows, validation_windows
+from loopformer.data.loader import IGNORE_INDEX, Batch, Loader, Prefetcher, Windows
 from loopformer.data.shards import TokenData
 from loopformer.data.states import Group, StateLoader, StateWindows, open_data
 from loopformer.device import available_bytes, device_name
@@ -406,7 +406,7 @@ def open_loaders(run: RunConfig, data: TokenData | Group) -> tuple[Loader | Stat
         return StateLoader(data, context, training.batch, training.seed), windows
     held_out = TokenData.open(run.data.path, "val")
     loader = Loader(data, context, training.batch, training.seed, documents)
-    return loader, validation_windows(held_out, context, training.validation_windows, documents)
+    return loader, Windows(held_out, context, training.validation_windows, documents)
 
 
 def make_model(run: RunConfig) -> LoopedLM:
