@@ -42,7 +42,7 @@ from loopformer.loading.folder import (
     check_finite,
     latest_good_checkpoint,
     load_model,
-    save_tensors,
+    save_model,
 )
 from loopformer.model import LoopedLM
 from loopformer.training.checkpoint import (
@@ -345,7 +345,7 @@ class Trainer:
         moments = self.optimizer.tensors(self.model)
 
         def fill(folder: Path) -> None:
-            save_tensors(tensors, self.run.model, folder, {"run": str(self.out), "step": state.step})
+            save_model(self.model, folder, {"run": str(self.out), "step": state.step}, state=tensors)
             self.tokenizer.save(folder)
             (folder / SETTINGS).write_text(run_to_yaml(self.run), encoding="utf-8")
             (folder / STATE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
