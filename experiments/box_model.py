@@ -39,7 +39,7 @@ from loopformer.device import device_name
 from loopformer.evaluation.loaded import LoadedModel
 from loopformer.evaluation.text import perplexity, read_text
 from loopformer.loading import find_model
-from loopformer.loading.folder import HELD_OUT, TOKENIZER, save_tensors
+from loopformer.loading.folder import HELD_OUT, TOKENIZER, save_model
 
 VOCAB = 8192
 SOURCES = {  # megabytes of text, whole documents in the order of the file
@@ -133,10 +133,9 @@ def train(data: Path, run: Path, commit: str, changes: list[str]) -> None:
 def pack(run: Path, data: Path, out: Path) -> None:
     """Write the folder that ships: the model in bf16, its tokenizer, a held-out text and the card."""
     model, facts = find_model(run)[0], json.loads((run / RAW).read_text("utf-8"))
-    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     about = {name: facts[name] for name in ("command", "commit", "hardware")}
     about["command"] = about["command"].replace(str(data), "data/box/data")  # wherever the data was
-    save_tensors(state, model.config, out, about)
+    save_model(model.to(torch.bfloat16), out, about)
     shutil.copyfile(data / TOKENIZER, out / TOKENIZER)
     shutil.copyfile(data.parent / HELD_OUT, out / HELD_OUT)
     (out / "README.md").write_text(card(out, facts), encoding="utf-8")
