@@ -35,7 +35,7 @@ _REMOVED = {  # commands of earlier versions
     "memory": "bench memory was removed; use bench train, whose rows have the peak memory.",
 }
 _COLUMN_FORMATS = {  # of a printed row; the other entries appear only in the JSON
-    "path": "{:21s}",
+    "path": "{:12s}",
     "routes": "{:14s}",
     "budget": "M={!s:<2}",
     "batch": "batch {:<3d}",
