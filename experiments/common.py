@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from loopformer.data.loader import Windows, validation_windows
+from loopformer.data.loader import Windows
 from loopformer.data.shards import TokenData
 from loopformer.loading import find_model
 from loopformer.model import LoopedLM
@@ -191,7 +191,7 @@ def write_texts(corpus: Path, out: Path, sources: Mapping[str, int]) -> None:
 def measure_windows(run: Path, data: Path) -> dict[str, Any]:
     """The nats of every held-out window at each budget, and per token along each schedule of half the loops."""
     model = find_model(run)[0].to(DEVICE).eval()
-    windows = validation_windows(TokenData.open(str(data), "val"), model.config.context, WINDOWS)
+    windows = Windows(TokenData.open(str(data), "val"), model.config.context, WINDOWS)
     loops, tokens = model.config.loops, model.config.context
     uniform = [Trajectory.uniform(budget) for budget in range(1, loops + 1)]
     nats = {str(trajectory): window_losses(model, windows, trajectory) for trajectory in uniform}

@@ -14,27 +14,17 @@ from loopformer.errors import LoopformerError
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from loopformer.config import ModelConfig
-    from loopformer.inference.engine import Engine
-    from loopformer.inference.request import Request, Result, Sampling
-    from loopformer.lm import LM, load, load_official
-    from loopformer.model import LoopedLM
+    from loopformer.config import ModelConfig as ModelConfig
+    from loopformer.inference.engine import Engine as Engine
+    from loopformer.inference.request import Request as Request
+    from loopformer.inference.request import Result as Result
+    from loopformer.inference.request import Sampling as Sampling
+    from loopformer.lm import LM as LM
+    from loopformer.lm import load as load
+    from loopformer.lm import load_official as load_official
+    from loopformer.model import LoopedLM as LoopedLM
 
 __version__ = "0.2.0"
-__all__ = [
-    "LM",
-    "Engine",
-    "LoopedLM",
-    "LoopformerError",
-    "ModelConfig",
-    "Request",
-    "Result",
-    "Sampling",
-    "Trajectory",
-    "load",
-    "load_official",
-]
-
 _LAZY = {
     "Engine": "loopformer.inference.engine",
     "LM": "loopformer.lm",
@@ -46,6 +36,7 @@ _LAZY = {
     "load": "loopformer.lm",
     "load_official": "loopformer.lm",
 }
+__all__ = ["LoopformerError", "Trajectory", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import difflib
 import errno
 import re
+from importlib import import_module
+from typing import Any
 
 REMOVED_CERTAINTY = (
     "certainty was removed from generation, where every token takes all loops of its budget; "
@@ -50,6 +52,15 @@ def nearest(word: str, known: list[str], otherwise: str | None = None) -> str:
     """A hint for a misspelt word: the nearest valid word, else `otherwise` or all valid words."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {close[0]}?" if close else otherwise or f"valid are {', '.join(known)}."
+
+
+def import_optional(module: str, purpose: str, extra: str) -> Any:
+    """An optional module. Without it, the error names the extra of the package that installs it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        missing = (error.name or module).partition(".")[0]
+        raise LoopformerError(f"{purpose} needs {missing}; pip install 'loopformer[{extra}]'.") from error
 
 
 def unreadable(name: object, error: OSError) -> FileProblem:

@@ -1,11 +1,19 @@
 """What `bench engine` measures: one budget, a mixture, and requests that arrive at random."""
 
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
 from loopformer import LoopedLM, ModelConfig
 from loopformer.benchmark.engine import LOADS, Arrivals, engine
 from loopformer.inference.request import Choice, Event
 
 
-def test_one_budget_a_mixture_and_arrivals_are_measured() -> None:
+def test_one_budget_a_mixture_and_arrivals_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count()  # a millisecond for each look at the clock, so that a slow machine sees as many arrivals
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 1000, sleep=lambda seconds: None)
+    monkeypatch.setattr("loopformer.benchmark.engine.time", clock)
     config = ModelConfig(blocks=1, loops=4, width=16, heads=2, ffn=16, context=48, vocab=64)
     lines: list[object] = []
     model = LoopedLM(config).eval()

@@ -114,7 +114,9 @@ def test_control_c_says_that_the_analysis_starts_again(run: Run, tmp_path: Path)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()
     assert process.returncode == 130, error
-    assert error == (
+    # On a slow machine lines about the progress come before.
+    assert error.endswith(
         "loopformer: stopped; an analysis is written when all is measured, the same command starts again.\n"
     )
+    assert "Traceback" not in error
     assert not (tmp_path / "deep").exists()

@@ -201,7 +201,9 @@ def test_control_c_keeps_what_is_answered_and_the_rest_comes_to_the_same_bytes(
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()
     assert process.returncode == 130, error
-    assert error == "loopformer: stopped; answered lines are kept, the same command continues after them.\n"
+    *progress, last = error.splitlines()
+    assert last == "loopformer: stopped; answered lines are kept, the same command continues after them."
+    assert all(line.startswith("prompts.jsonl: ") for line in progress)  # every few seconds on a slow machine
     assert 0 < out.stat().st_size < (tmp_path / "whole").stat().st_size
     answer(model, prompts, out)
     assert out.read_bytes() == (tmp_path / "whole").read_bytes()

@@ -21,9 +21,9 @@ from loopformer.data.loader import (
     Loader,
     Order,
     Prefetcher,
+    Windows,
     apportion,
     permute,
-    validation_windows,
 )
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
@@ -138,7 +138,7 @@ def test_mixture_by_weight(tmp_path: Path, prepared: Path) -> None:
 def test_source_shorter_than_a_window(tmp_path: Path, prepared: Path) -> None:
     data = two_sources(tmp_path, prepared, ("=3", "=1"))
     short, long = sorted(data.sources, key=lambda source: len(source.ids))
-    assert len(validation_windows(data, len(short.ids))) == (len(long.ids) - 1) // len(short.ids) > 0
+    assert len(Windows(data, len(short.ids))) == (len(long.ids) - 1) // len(short.ids) > 0
     with pytest.raises(LoopformerError, match=rf"train split of {short.name} has {len(short.ids)} tokens, too few"):
         Loader(data, len(short.ids), 1)
 
@@ -147,7 +147,7 @@ def test_without_weights_sources_are_one(tmp_path: Path, prepared: Path) -> None
     data = two_sources(tmp_path, prepared, ("", ""))
     total = sum((len(source.ids) - 1) // 16 for source in data.sources)
     loader = Loader(data, 16, batch=total)
-    windows = validation_windows(data, 16)
+    windows = Windows(data, 16)
     assert len(windows) == total == loader.samples
 
     def rows(inputs: torch.Tensor) -> list[list[int]]:
@@ -159,16 +159,16 @@ def test_without_weights_sources_are_one(tmp_path: Path, prepared: Path) -> None
 def test_validation_windows_are_in_order(prepared: Path) -> None:
     data = TokenData.open(prepared, "val")
     stream = every(data)
-    windows = validation_windows(data, CONTEXT)
+    windows = Windows(data, CONTEXT)
     batch = windows.batch(0, len(windows))
     length = len(windows) * CONTEXT
     assert batch.inputs.flatten().tolist() == stream[:length].tolist()
     assert batch.targets.flatten().tolist() == stream[1 : length + 1].tolist()
-    few = validation_windows(data, CONTEXT, limit=3)
+    few = Windows(data, CONTEXT, limit=3)
     assert len(few) == 3
     assert few.batch(0, 99).inputs[0].tolist() == batch.inputs[0].tolist()
     assert len(few.batch(3, 3)) == 0
-    assert len(validation_windows(data, CONTEXT, limit=10**6)) == len(windows)
+    assert len(Windows(data, CONTEXT, limit=10**6)) == len(windows)
 
 
 def test_the_last_window_may_end_with_the_data(prepared: Path) -> None:
@@ -176,9 +176,9 @@ def test_the_last_window_may_end_with_the_data(prepared: Path) -> None:
     (source,) = data.sources
     for parts in (1, 2):
         context = (len(source.ids) - 1) // parts
-        windows = validation_windows(data, context)
+        windows = Windows(data, context)
         assert len(windows) == (len(source.ids) - 1) // context >= parts
-    assert len(validation_windows(data, len(source.ids) - 1)) == 1
+    assert len(Windows(data, len(source.ids) - 1)) == 1
 
 
 def test_wrong_use(data: TokenData) -> None:
@@ -189,7 +189,7 @@ def test_wrong_use(data: TokenData) -> None:
     with pytest.raises(LoopformerError, match="context must be 1"):
         Loader(data, 0, 1)
     with pytest.raises(LoopformerError, match="1 window or more"):
-        validation_windows(data, 8, limit=0)
+        Windows(data, 8, limit=0)
 
 
 def test_order_and_end() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, normalizers
 
-from loopformer.data.loader import IGNORE_INDEX, Loader, validation_windows
+from loopformer.data.loader import IGNORE_INDEX, Loader, Windows
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
 from loopformer.data.tokenizer import (
@@ -221,7 +221,7 @@ def test_through_prepare_and_loader(tmp_path: Path, prepared: Path) -> None:
     assert len(counts["train"]["masks"]) == len(counts["train"]["shards"]) > 1
     data = TokenData.open(tmp_path / "out")
     data.verify()
-    windows = validation_windows(data, 40, documents=True)
+    windows = Windows(data, 40, documents=True)
     batch = windows.batch(0, len(windows))
     learned = batch.targets[batch.targets != IGNORE_INDEX].tolist()
     parts = data.tokenizer.decode(learned, special=True).split("<|endoftext|>")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from loopformer import LM, LoopedLM
 from loopformer.config import load_run, run_to_yaml
 from loopformer.data.corpus import PRESETS, Preset
-from loopformer.data.loader import validation_windows
+from loopformer.data.loader import Windows
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
 from loopformer.data.splits import make_splitter
@@ -322,7 +322,7 @@ def test_joined_is_what_training_validates_on(lm: LM, tmp_path: Path) -> None:
     assert lm.tokenizer is not None
     lm.tokenizer.save(tmp_path)
     prepare([str(source)], tmp_path / "data", tokenizer=str(tmp_path), val_fraction=0.3)
-    batch = validation_windows(TokenData.open(tmp_path / "data", "val"), 16).batch(0, 10_000)
+    batch = Windows(TokenData.open(tmp_path / "data", "val"), 16).batch(0, 10_000)
     logits = lm.model(batch.inputs, 2).logits
     assert logits is not None
     loss = torch.nn.functional.cross_entropy(

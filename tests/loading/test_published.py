@@ -13,8 +13,9 @@ from torch import Tensor
 
 import loopformer
 from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory
-from loopformer.loading import find_config, find_model, from_state_dict, save_model
+from loopformer.loading import find_config, find_model, save_model
 from loopformer.loading.folder import read_safetensors
+from loopformer.loading.published import from_state_dict
 
 REFERENCE = Path(__file__).parent.parent / "reference"
 KINDS = {"base": "none", "base_loop": "none", "tmlt": "index", "loopformer": "trajectory"}

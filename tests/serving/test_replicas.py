@@ -84,6 +84,6 @@ def test_without_ray_its_extra_is_named(folder: str) -> None:
     said = subprocess.run(
         [sys.executable, "-c", code, "serve", folder, "--ray", "--port", "0"], capture_output=True, text=True
     )
-    assert said.stderr.strip().endswith("pip install 'loopformer[serve,ray]'")
+    assert said.stderr.strip().endswith("serve --ray needs ray; pip install 'loopformer[serve,ray]'.")
     assert said.returncode == 2
     assert len(said.stderr.splitlines()) == 1

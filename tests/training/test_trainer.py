@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import loopformer
 from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import load_run, preset_names
-from loopformer.data.loader import validation_windows
+from loopformer.data.loader import Windows
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
 from loopformer.evaluation.text import Protocol, perplexity, read_text
@@ -581,7 +581,7 @@ def test_validation_is_evals_loss_without_the_rows_that_pad_the_vocabulary(
     small: Small, corpus: Path, tmp_path: Path
 ) -> None:
     data = TokenData.open(corpus, "val")
-    windows, vocab = len(validation_windows(data, 32)), data.tokenizer.vocab_size
+    windows, vocab = len(Windows(data, 32)), data.tokenizer.vocab_size
     padded = small(model__vocab=vocab, model__padded_vocab=4096, training__validation_windows=windows)
     launch("demo", padded, tmp_path / "run", quiet=True)
     (*_, record) = (record for record in read_metrics(tmp_path / "run") if record["kind"] == "validation")

@@ -35,7 +35,7 @@ _REMOVED = {  # commands of earlier versions
     "memory": "bench memory was removed; use bench train, whose rows have the peak memory.",
 }
 _COLUMN_FORMATS = {  # of a printed row; the other entries appear only in the JSON
-    "path": "{:12s}",
+    "path": "{:21s}",
     "routes": "{:14s}",
     "budget": "M={!s:<2}",
     "batch": "batch {:<3d}",
@@ -61,7 +61,7 @@ def decode(
     removed_int8: RemovedInt8 = False,
     paths: Annotated[
         str, typer.Option(help="Which of these to measure; naive has no KV cache.")
-    ] = "naive,plain,fused,transformers",
+    ] = "naive,plain,fused,transformers,transformers compiled",
     device: Device = "auto",
     dtype: BenchDtype = None,
     out: Out = None,

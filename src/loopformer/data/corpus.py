@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from loopformer.data.formats import SUPPORTED, BadRecord, Meter, Record, format_of, import_optional, read_records
+from loopformer.data.formats import SUPPORTED, BadRecord, Meter, Record, format_of, read_records
 from loopformer.data.splits import clean
-from loopformer.errors import FileProblem, LoopformerError, require
+from loopformer.errors import FileProblem, LoopformerError, import_optional, require
 from loopformer.files import sha256_of
 
 T = TypeVar("T")
@@ -308,7 +308,7 @@ def iterate_with_retries(
 
 
 def _open_dataset(dataset: str, config: str, split: str, skip: int) -> Iterator[Record]:
-    datasets = import_optional("datasets", "A Hugging Face dataset")
+    datasets = import_optional("datasets", "A Hugging Face dataset", "data")
     try:
         if any((Path(dataset) / name).is_file() for name in ("dataset_dict.json", "state.json")):  # save_to_disk
             saved = datasets.load_from_disk(dataset)

@@ -26,12 +26,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
 from loopformer.data.splits import LONGEST, cut
-from loopformer.errors import FileProblem, LoopformerError, unreadable
+from loopformer.errors import FileProblem, import_optional, unreadable
 
 Record = dict[str, Any]
 FORMATS = (".txt", ".md", ".jsonl", ".parquet")
@@ -59,16 +58,6 @@ def format_of(path: Path) -> str | None:
     """The format by the file's suffix, without that of its compression; None if it is not supported."""
     inner = path.with_suffix("") if path.suffix in COMPRESSIONS else path
     return inner.suffix if inner.suffix in FORMATS else None
-
-
-def import_optional(package: str, purpose: str) -> Any:
-    """Import an optional package, or say how to install it."""
-    try:
-        return import_module(package)
-    except ImportError as error:
-        raise LoopformerError(
-            f"{purpose} needs the package {package.partition('.')[0]}; pip install 'loopformer[data]'."
-        ) from error
 
 
 def read_records(
@@ -163,8 +152,8 @@ def _parse_line(where: str, line: bytes | None) -> Record | BadRecord:
 
 
 def _read_parquet(path: Path, stream: IO[bytes], column: str | None, skip: int) -> Iterator[Record | BadRecord]:
-    arrow = import_optional("pyarrow", "A parquet file")
-    parquet = import_optional("pyarrow.parquet", "A parquet file")
+    arrow = import_optional("pyarrow", "A parquet file", "data")
+    parquet = import_optional("pyarrow.parquet", "A parquet file", "data")
     try:
         file = parquet.ParquetFile(stream, buffer_size=_BUFFER)
         # Without the column all are read, so that an error can name those that exist.
@@ -190,7 +179,7 @@ def _decompress(path: Path, compressed: IO[bytes]) -> IO[bytes]:
     if path.suffix == ".xz":
         make_decompressor = functools.partial(lzma.LZMADecompressor, memlimit=_MAX_WINDOW)
     elif path.suffix == ".zst":
-        zstd = import_optional("zstandard", "A .zst file")
+        zstd = import_optional("zstandard", "A .zst file", "data")
         make_decompressor = zstd.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj
     stream = io.BufferedReader(_ChunkReader(_decompress_chunks(compressed, make_decompressor)), _BUFFER)
     if format_of(path) != ".parquet":

@@ -66,11 +66,13 @@ class Windows:
     """All windows of a split, numbered across its sources: `windows.rows([0, 5])`, `windows.batch(0, 8)`.
 
     Tokens at the end of a source that do not fill a window are not used. With `documents`, batches say
-    which document each token belongs to, and the last token of a document has no target.
+    which document each token belongs to, and the last token of a document has no target. `limit` is the
+    maximum number of windows in `batch`, spread evenly over all of them, for validation.
     """
 
-    def __init__(self, data: TokenData, context: int, documents: bool = False, limit: int | None = None) -> None:
+    def __init__(self, data: TokenData, context: int, limit: int | None = None, documents: bool = False) -> None:
         require(context >= 1, f"The context must be 1 token or more, got {context}.")
+        require(limit is None or limit >= 1, f"Validation needs 1 window or more, got {limit}.")
         self._data, self._context, self._documents = data, context, documents
         self.sizes = tuple((len(source.ids) - 1) // context for source in data.sources)
         self._starts = [0, *accumulate(self.sizes)]  # the first window of each source
@@ -82,7 +84,7 @@ class Windows:
         return self._length
 
     def batch(self, start: int, stop: int) -> Batch:
-        """Windows start:stop. With a limit, the numbered windows are spread evenly over all of them."""
+        """Windows start:stop, of those that the limit leaves."""
         total, length = self._starts[-1], len(self)
         return self.rows(number * total // length for number in range(start, min(stop, length)))
 
@@ -115,12 +117,6 @@ class Windows:
         return ids, np.where(ids == self._data.eot, LOSS | LAST, LOSS)
 
 
-def validation_windows(data: TokenData, context: int, limit: int | None = None, documents: bool = False) -> Windows:
-    """The windows of a split in their own order; at most `limit`, spread evenly over all of them."""
-    require(limit is None or limit >= 1, f"Validation needs 1 window or more, got {limit}.")
-    return Windows(data, context, documents, limit)
-
-
 def _too_short_error(name: str, tokens: int, context: int) -> LoopformerError:
     return LoopformerError(
         f"The {name} has {tokens} tokens, too few for a window of {context} + 1; "
@@ -134,7 +130,7 @@ class Loader:
     def __init__(self, data: TokenData, context: int, batch: int, seed: int = 0, documents: bool = False) -> None:
         require(batch >= 1, f"A batch needs 1 row or more, got {batch}.")
         self.batch_size = batch
-        self._windows = Windows(data, context, documents)
+        self._windows = Windows(data, context, documents=documents)
         weights = tuple(source.weight for source in data.sources if source.weight is not None)
         for source in data.sources if weights else ():
             if len(source.ids) <= context:

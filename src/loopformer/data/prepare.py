@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loopformer.data.corpus import Position, Source, parse_sources
-from loopformer.data.formats import BadRecord, Meter, Record, import_optional
+from loopformer.data.formats import BadRecord, Meter, Record
 from loopformer.data.loader import Prefetcher
 from loopformer.data.shards import INDEX_FILE, STATE_FILE, Shard, ShardWriter, damaged_folder_error, read_index
 from loopformer.data.splits import (
@@ -56,7 +56,7 @@ from loopformer.data.tokenizer import (
     parse_example,
     training_pieces,
 )
-from loopformer.errors import FileProblem, LoopformerError, require
+from loopformer.errors import FileProblem, LoopformerError, import_optional, require
 from loopformer.files import (
     DamagedFile,
     check_writable,
@@ -130,7 +130,7 @@ def prepare(
     overrides: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
     parsed = [dataclasses.replace(source, **overrides) for source in parse_sources(sources, field, supervised)]
     if any(source.remote for source in parsed):
-        import_optional("datasets", "A dataset of the Hub")
+        import_optional("datasets", "A dataset of the Hub", "data")
     if tokenizer is None and train_tokenizer is None:
         tokenizer = "gpt2" if any(source.remote for source in parsed) else None
     vocab_size = train_tokenizer or DEFAULT_VOCAB

@@ -21,26 +21,14 @@ from loopformer.loading.folder import (
     is_checkpoint,
     is_model_folder,
     is_run_folder,
-    load_model,
     newest_model,
     read_config,
     resolve_model_path,
-    save_model,
 )
-from loopformer.loading.published import from_state_dict, load_published
+from loopformer.loading.folder import load_model as load_model
+from loopformer.loading.folder import save_model as save_model
+from loopformer.loading.published import load_published
 from loopformer.model import LoopedLM
-
-__all__ = [
-    "find_config",
-    "find_model",
-    "from_model_folder",
-    "from_state_dict",
-    "load_model",
-    "load_published",
-    "model_folder",
-    "read_model",
-    "save_model",
-]
 
 T = TypeVar("T")
 _ATTEMPTS = 20  # to read a run whose training is deleting old checkpoints

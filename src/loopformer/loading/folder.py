@@ -165,26 +165,18 @@ def save_model(
     folder: str | Path,
     source: dict[str, Any] | None = None,
     default: str | int | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write a model folder; each file appears complete or not at all.
 
     `source` records where the model comes from. `default` is the trajectory or budget used when a call gives none.
+    `state` replaces the model's own tensors, such as shards by what was gathered from all ranks.
     """
-    return save_tensors(model.state_dict(), model.config, folder, source, default)
-
-
-def save_tensors(
-    state: Mapping[str, Tensor],
-    model: ModelConfig,
-    folder: str | Path,
-    source: dict[str, Any] | None = None,
-    default: str | int | None = None,
-) -> Path:
-    """Write a model folder from tensors and settings."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    state = model.state_dict() if state is None else state
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}
-    config = {"format": FORMAT, "version": VERSION, "model": model.plain(), "source": source or {}}
+    config = {"format": FORMAT, "version": VERSION, "model": model.config.plain(), "source": source or {}}
     if default is not None:
         config["budget" if isinstance(default, int) else "trajectory"] = default
     weights_part, config_part = folder / f"{WEIGHTS}.part", folder / f"{CONFIG}.part"

@@ -33,7 +33,7 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.errors import LoopformerError, RunFailed, import_optional, require
 from loopformer.serving.engine_process import EngineProcess
 from loopformer.serving.messages import EngineReady, log_as_json
 from loopformer.serving.server import IDLE_SECONDS, ServerSettings, bind, greeting, inspect_model, started_app
@@ -230,14 +230,7 @@ def _ray(count: ReplicaCount) -> Iterator[None]:
         # All replicas run on this machine, so they share its cores.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count.maximum)))
         options["include_dashboard"] = False
-    try:
-        import ray
-        from ray import serve
-    except ModuleNotFoundError as error:
-        raise LoopformerError(
-            f"Several replicas need {error.name}, which is not installed; pip install 'loopformer[serve,ray]'"
-        ) from error
-
+    ray, serve = (import_optional(module, "serve --ray", "serve,ray") for module in ("ray", "ray.serve"))
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         ray.init(address, namespace=APP, logging_level=logging.WARNING, **options)

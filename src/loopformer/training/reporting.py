@@ -10,7 +10,6 @@ A resumed run drops records beyond its checkpoint, so the file reads as if the r
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import sys
@@ -24,7 +23,7 @@ import torch
 
 from loopformer.config import RunConfig
 from loopformer.device import peak_flops
-from loopformer.errors import LoopformerError, unreadable
+from loopformer.errors import LoopformerError, import_optional, unreadable
 from loopformer.files import explain_write_errors, write_atomic
 from loopformer.plots import Line, Panel, has_matplotlib, line_figure, needs_log_axis, save
 
@@ -110,7 +109,7 @@ class Reporter:
 
 @contextmanager
 def _tensorboard(out: Path, first_step: int) -> Iterator[WriteRecord]:
-    make = _optional_module("torch.utils.tensorboard", "TensorBoard").SummaryWriter
+    make = import_optional("torch.utils.tensorboard", "training.tensorboard", "log").SummaryWriter
     with make(str(out / "tensorboard"), purge_step=first_step + 1) as writer:
 
         def write(kind: str, step: int, values: dict[str, Any]) -> None:
@@ -123,7 +122,7 @@ def _tensorboard(out: Path, first_step: int) -> Iterator[WriteRecord]:
 
 @contextmanager
 def _wandb(project: str, out: Path) -> Iterator[WriteRecord]:
-    wandb = _optional_module("wandb", "wandb")
+    wandb = import_optional("wandb", "training.wandb", "log")
     try:
         run = wandb.init(project=project, dir=str(out), name=out.name)
     except Exception as error:  # wandb raises many kinds of its own
@@ -136,13 +135,6 @@ def _wandb(project: str, out: Path) -> Iterator[WriteRecord]:
         yield lambda kind, step, values: run.log({f"{kind}/{n}": v for n, v in values.items()}, step=step)
     finally:
         run.finish()
-
-
-def _optional_module(module: str, name: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise LoopformerError(f"{name} is not installed; run: pip install 'loopformer[log]'.") from error
 
 
 class SpeedMeter:

@@ -29,7 +29,7 @@ from torch import Tensor
 from loopformer.config import RunConfig, run_to_yaml
 from loopformer.config.model import with_current_keys
 from loopformer.config.run import validation_budgets
-from loopformer.data.loader import IGNORE_INDEX, Batch, Loader, Prefetcher, Windows, validation_windows
+from loopformer.data.loader import IGNORE_INDEX, Batch, Loader, Prefetcher, Windows
 from loopformer.data.shards import TokenData
 from loopformer.data.states import Group, StateLoader, StateWindows, open_data
 from loopformer.device import available_bytes, device_name
@@ -42,7 +42,7 @@ from loopformer.loading.folder import (
     check_finite,
     latest_good_checkpoint,
     load_model,
-    save_tensors,
+    save_model,
 )
 from loopformer.model import LoopedLM
 from loopformer.training.checkpoint import (
@@ -345,7 +345,7 @@ class Trainer:
         moments = self.optimizer.tensors(self.model)
 
         def fill(folder: Path) -> None:
-            save_tensors(tensors, self.run.model, folder, {"run": str(self.out), "step": state.step})
+            save_model(self.model, folder, {"run": str(self.out), "step": state.step}, state=tensors)
             self.tokenizer.save(folder)
             (folder / SETTINGS).write_text(run_to_yaml(self.run), encoding="utf-8")
             (folder / STATE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
@@ -406,7 +406,7 @@ def open_loaders(run: RunConfig, data: TokenData | Group) -> tuple[Loader | Stat
         return StateLoader(data, context, training.batch, training.seed), windows
     held_out = TokenData.open(run.data.path, "val")
     loader = Loader(data, context, training.batch, training.seed, documents)
-    return loader, validation_windows(held_out, context, training.validation_windows, documents)
+    return loader, Windows(held_out, context, training.validation_windows, documents)
 
 
 def make_model(run: RunConfig) -> LoopedLM:
