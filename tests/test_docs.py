@@ -1,35 +1,45 @@
-"""What README and the guides show is true: commands and names exist, and every Python block runs.
+"""What README and the guides show is true: links lead somewhere, names exist, commands and Python blocks run.
 
-The blocks of a page run in order, in one namespace, in a folder that has what they name, only small: `runs/mine`, a
-text, an export. One that cannot run here has `<!-- not run: REASON -->` before it, which readers do not see.
+The Python blocks of a page run in order, in one namespace, in a folder that has what they name, only small:
+`runs/mine`, a text, an export. One that cannot run here has `<!-- not run: REASON -->` before it, which readers do
+not see.
+
+Every `loopformer …` line of a sh block is parsed: the verb, its options, their values, the settings of `train`.
+Then it runs, in a folder that has what it names, unless SKIPPED says why not. SHORTER has options to make it quick.
 """
 
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
+from contextlib import chdir
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 import zstandard
 from cli.models import save_small
 from evaluation.examples import write_local
 from serving.servers import running_server
 from typer.main import get_command
+from typer.testing import CliRunner
 
 import loopformer
-from loopformer import LoopedLM, ModelConfig
+from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.cli import app
+from loopformer.config import DEFAULT_PRESET, load_run
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.loading import save_model
 from loopformer.serving.messages import WorkerSettings
 from loopformer.serving.server import ServerSettings
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
 NOT_RUN = {
@@ -135,29 +145,189 @@ def test_names_in_the_guides_exist() -> None:
             assert hasattr(import_module(module), last), name
 
 
-def _commands(page: str) -> list[str]:
+# Commands.
+
+SHORTER = {  # options that are added to the commands of a verb, so that they take less than a second or two
+    "bench": "--tokens 4",
+    "chat": "--max-tokens 4",
+    "eval": "",
+    "eval states": "--sequences 16",
+    "eval text": "--max-tokens 300",
+    "export": "",
+    "generate": "--max-tokens 4",
+    "info": "",
+    "prepare": "--workers 1",
+    "search": "--max-tokens 300",
+    "train": "--dry-run",
+    "verify": "",
+}
+SKIPPED = {  # by what a line has: why it is only parsed
+    r"^serve": "it does not end; tests/serving starts servers",
+    r"^(import|prepare (fineweb-edu|pile))|--text (fineweb-edu|pile)": "needs the Hub",
+    r"^(analyze|report)": "figures take seconds; tests/cli/test_analyze.py and test_report.py draw them",
+    r"^prepare --out": "the standard library takes seconds; tests/data/test_corpus.py reads it",
+    r"^eval tasks": "needs the Hub, or more than a second; the Python block of the page runs the tasks",
+    r"--device cuda": "needs a GPU",
+    r"^bench .*(paper/|small/)|^bench train": "takes minutes",
+    r"^eval text --budgets": "the held-out text of the bundled model takes minutes; tests/test_box.py measures it",
+    r"^search --budget": "the same",
+}
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer exports only this subclass of it
+WRONG = (  # lines that must not pass
+    "loopformer generat Once",
+    "loopformer generate Once --bugdet 2",
+    "loopformer generate Once --budget two",
+    "loopformer eval txt runs/mine",
+    "loopformer search --model runs/mine",
+    "loopformer train training.stesp=3",
+    "loopformer train papr/loopformer",
+    "loopformer train training.steps=many",
+    "torchrun --nproc-per-node 2 -m loopformer train training.stratgy=fsdp",
+    "loopformer generate Once --trajectory 1-2-x",
+    "time loopformer serve",
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of a sh block that calls loopformer."""
+
+    line: str  # as the page has it, without its comment
+    words: tuple[str, ...]  # what follows `loopformer`
+    standard_input: str | None = None  # the file behind <
+
+    @property
+    def rest(self) -> str:
+        return shlex.join(self.words)
+
+
+def _lines(page: str) -> list[str]:
+    """The commands of a page's sh blocks, without comments, with continued lines joined."""
     blocks = (code.replace("\\\n", " ") for code, _, _ in _blocks(page, "sh", "bash"))
     return [line.split(" #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
-def test_commands_exist() -> None:
-    assert {"make demo", "make test"} <= set(_commands("README.md"))
-    group = get_command(app)
-    verbs = group.commands  # type: ignore[attr-defined]
-    general = {name for parameter in group.params for name in parameter.opts}
+def _command(line: str) -> Command | None:
+    """The call of loopformer in a line: alone, or with -m behind Python or torchrun. None if there is none."""
+    if "loopformer" not in line.split():
+        return None
+    words = shlex.split(line)
+    start = words.index("loopformer")
+    assert words[start - 1 : start] == ["-m"] or all("=" in word for word in words[:start]), line
+    words = words[start + 1 :]
+    end = next((place for place, word in enumerate(words) if word in ("<", ">", "|", "&")), len(words))
+    return Command(line, tuple(words[:end]), words[end + 1] if words[end : end + 1] == ["<"] else None)
+
+
+def _commands(page: str) -> list[Command]:
+    return [command for command in map(_command, _lines(page)) if command is not None]
+
+
+def _verb(command: Command) -> str:
+    """The verb of a command, with its subcommand. Raises if the command line cannot be parsed."""
+    verb, names, words = get_command(app), [], list(command.words)
+    while subcommands := getattr(verb, "commands", None):
+        assert words[:1] != [], f"{command.line}: the verb is missing"
+        assert words[0] in subcommands, f"{command.line}: there is no verb {words[0]}"
+        verb = subcommands[words[0]]
+        names.append(words.pop(0))
+    context = verb.make_context(" ".join(names), [*words])
+    for option in ("trajectory", "compare"):
+        values = context.params.get(option) or ()
+        for value in (values,) if isinstance(values, str) else values:
+            for part in value.split(",") if option == "compare" else (value,):
+                Trajectory.parse(part)
+    if names == ["train"] and not context.params["resume"]:
+        settings = [word for word in words if "=" in word and not word.startswith("-")]
+        load_run(next((word for word in words[:1] if "=" not in word), DEFAULT_PRESET), settings)
+    return " ".join(names)
+
+
+def _check(line: str) -> None:
+    """Raise if a line calls loopformer in a way that cannot be parsed."""
+    command = _command(line)
+    if command is not None:
+        _verb(command)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_commands_are_right(page: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    for command in (command for page in TEXTS for command in _commands(page)):
-        if not re.match(r"(OMP_NUM_THREADS=1 )?(make|torchrun|loopformer) ", command):
+    for line in _lines(page):
+        if line.startswith("make "):
+            assert set(line.split()[1:]) <= targets, line
+        try:
+            _check(line)
+        except (AssertionError, UsageError, LoopformerError) as error:
+            pytest.fail(f"{page}: {line}: {error}")
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_commands_are_noticed(line: str) -> None:
+    with pytest.raises((AssertionError, UsageError, LoopformerError)):
+        _check(line)
+
+
+def test_every_reason_to_skip_is_needed() -> None:
+    commands = [command for page in TEXTS for command in _commands(page)]
+    assert {pattern for pattern in SKIPPED if any(re.search(pattern, command.rest) for command in commands)} == set(
+        SKIPPED
+    )
+    run = [command for command in commands if not any(re.search(pattern, command.rest) for pattern in SKIPPED)]
+    assert len(run) > len(commands) / 2
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the commands name: texts, prepared data, and runs of one step."""
+    folder = tmp_path_factory.mktemp("commands")
+    text = "".join(TEXTS[page] for page in ("README.md", "docs/training.md"))
+    line = json.dumps({"text": text}) + "\n"
+    chat = {"prompt": "What comes after three?", "response": "four"}
+    questions = "".join(json.dumps({**chat, "prompt": f"{number} and one?"}) + "\n" for number in range(300))
+    for name, content in {
+        "books/one.txt": text,
+        "texts/one.txt": text,
+        "book.txt": text,
+        "news.jsonl": line,
+        "chats.jsonl": questions,
+        "questions.txt": "Hello\n",
+        "prompts.jsonl": json.dumps({"prompt": "Once upon a time"}) + "\n",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content, encoding="utf-8")
+    for name in ("news.jsonl.zst", "texts/one.jsonl.zst"):
+        (folder / name).write_bytes(zstandard.compress(line.encode()))
+    tiny = "model.width=16 model.heads=2 model.ffn=32 model.context=64 training.batch=16 training.validate_every=1 "
+    for words in (
+        "prepare books/one.txt --out data/mine --train-tokenizer 320 --workers 1 --val-fraction 0.2",
+        "prepare chats.jsonl --out data/chats --supervised --tokenizer data/mine --workers 1 --val-fraction 0.2",
+        f"train elastic data.path=data/mine training.steps=1 {tiny} --out runs/mine",
+        "train states training.steps=1 training.batch=2 --out runs/s3",
+    ):
+        with chdir(folder):
+            result = CliRunner().invoke(app, words.split(), catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if _commands(page)])
+def test_commands_run(page: str, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, in a folder of the page's own."""
+    folder = tmp_path / "work"
+    shutil.copytree(small_run, folder)
+    monkeypatch.chdir(folder)
+    used = " ".join(_lines(page)).replace("train --resume --out", "train --resume")
+    for name, kind in set(re.findall(r"(?<!--out )(?<![\w/])((runs|data)/[\w/-]*\w)", used)):
+        if not Path(name).exists():
+            shutil.copytree(f"{kind}/mine", name)
+    for number, command in enumerate(_commands(page)):
+        if any(re.search(pattern, command.rest) for pattern in SKIPPED):
             continue
-        words = shlex.split(command)
-        if words[0] == "make":
-            assert set(words[1:]) <= targets, command
-            continue
-        words = words[words.index("loopformer") + 1 :]
-        if words[0] in general:
-            continue
-        assert words[0] in verbs, command
-        verb = verbs[words[0]]
-        verb = getattr(verb, "commands", {}).get(words[1], verb) if len(words) > 1 else verb  # bench has its own
-        options = {name for parameter in verb.params for name in [*parameter.opts, *parameter.secondary_opts]}
-        assert {word.split("=")[0] for word in words[1:] if word.startswith("-")} <= options, command
+        verb = _verb(command)
+        words = [*command.words, *shlex.split(SHORTER[verb if verb in SHORTER else verb.split()[0]])]
+        if verb in ("prepare", "train") and "--resume" not in words:
+            words += ["--out", f"of-command-{number}"]  # each into a folder of its own
+        typed = "" if command.standard_input is None else Path(command.standard_input).read_text()
+        result = CliRunner().invoke(app, words, input=typed)
+        assert result.exit_code == 0, f"{page}: {command.line}: {result.output} {result.exception!r}"
