@@ -74,8 +74,8 @@ def test_texts_of_several_budgets_side_by_side(server: RunningServer, open_page:
     assert page.inner_text("#state") == "ready"
     assert "1 to 8 loops" in page.inner_text("#model")
     page.fill("#max_tokens", "12")
-    page.fill("#trajectory", "4-2-1-1")
-    assert generated(page) == ["1 loop", "2 loops", "4 loops", "4 loops, 4-2-1-1", "8 loops"]
+    page.fill("#trajectory", "2-1-2-3")
+    assert generated(page) == ["1 loop", "2 loops", "4 loops", "4 loops, 2-1-2-3", "8 loops"]
     boxes = [box for text in page.locator(".text").all() if (box := text.bounding_box())]
     assert len({box["y"] for box in boxes}) == 1
     cost = {}
@@ -84,7 +84,7 @@ def test_texts_of_several_budgets_side_by_side(server: RunningServer, open_page:
         assert float(speed.removesuffix(" tokens/s")) > 0
         assert count == "12 tokens"
         cost[text.locator("h3").inner_text()] = float(flops.removesuffix(" MFLOP per token"))
-    assert cost["1 loop"] < cost["2 loops"] < cost["4 loops"] == cost["4 loops, 4-2-1-1"] < cost["8 loops"]
+    assert cost["1 loop"] < cost["2 loops"] < cost["4 loops"] == cost["4 loops, 2-1-2-3"] < cost["8 loops"]
 
     # What stands there is what the server says, and each token has the colour of its probability.
     answer = server.post(
@@ -274,7 +274,7 @@ def test_its_pictures(server: RunningServer, open_page: Open, tmp_path: Path) ->
     """The two of docs/serving.md; SCREENSHOTS=docs/images renews them."""
     folder = Path(os.environ.get("SCREENSHOTS", tmp_path))
     wide, narrow = connected(open_page(server)), connected(open_page(server, **PHONE))
-    wide.fill("#trajectory", "4-2-1-1")
+    wide.fill("#trajectory", "2-1-2-3")
     for page in (wide, narrow):
         generated(page)
         page.locator(".text").last.locator(".token").nth(3).click()

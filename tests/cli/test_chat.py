@@ -70,7 +70,7 @@ def test_commands_change_the_next_answer(model: str) -> None:
     assert done.stdout == answers(model, "every", budget=2) + answers(model, "every", budget=1)
     assert [found.group(2) for found in TOOK.finditer(done.stderr)] == ["2", "1"]
     assert "[trajectory 1, temperature 0.7]" in done.stderr
-    assert "/trajectory 4-2-1-1" in talk(model, "/help").stderr
+    assert "/trajectory 2-1-2-3" in talk(model, "/help").stderr
     sampled = [talk(model, said, "--seed", "3").stdout for said in ("/temperature 2\nevery", "every")]
     assert sampled[0] != sampled[1]
     assert sampled[0] == talk(model, "every", "--seed", "3", "--temperature", "2").stdout

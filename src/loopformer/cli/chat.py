@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from loopformer.inference.request import Request
 
 HELP = """/budget 2              loops per token
-/trajectory 4-2-1-1    a schedule instead of a budget
+/trajectory 2-1-2-3    a schedule instead of a budget
 /temperature 0.7       0 is greedy
 /reset                 forget the conversation
 /help                  this list
 /quit                  end the chat, like Ctrl-D; Ctrl-C stops an answer
 A line that begins with a space is sent as text."""
 # Commands, each with an example of its value.
-COMMANDS = {"budget": "2", "trajectory": "4-2-1-1", "temperature": "0.7", "reset": "", "help": "", "quit": ""}
+COMMANDS = {"budget": "2", "trajectory": "2-1-2-3", "temperature": "0.7", "reset": "", "help": "", "quit": ""}
 
 
 @stoppable("a chat is not saved, the same command begins a new one")

@@ -60,7 +60,7 @@ def generate(
         float | None, typer.Option(help="Use the largest budget within this many FLOPs per token.")
     ] = None,
     compare: Annotated[
-        str | None, typer.Option(help="Show several budgets or trajectories side by side, such as 1,2,4-2-1-1.")
+        str | None, typer.Option(help="Show several budgets or trajectories side by side, such as 1,4,2-1-2-3.")
     ] = None,
     max_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,

@@ -96,7 +96,7 @@ BatchTokens = Annotated[int, Option(help="Tokens in a batch.")]
 # Budgets and schedules to measure.
 Budgets = Annotated[str | None, Option(help="Budgets, such as 1,2,4,8. Default: 1, L/4, L/2 and L.")]
 Trajectories = Annotated[
-    list[str] | None, Option("--trajectory", help="A schedule, such as 4-2-1-1; may be given several times.")
+    list[str] | None, Option("--trajectory", help="A schedule, such as 2-1-2-3; may be given several times.")
 ]
 
 # Generation.
@@ -104,7 +104,7 @@ BudgetOption = Annotated[
     int | None, Option("--budget", help="Loops per token, 1 to L. Default: L.", autocompletion=complete_budget)
 ]
 TrajectoryOption = Annotated[
-    str | None, Option("--trajectory", help="A schedule, such as 4-2-1-1, 1/2,1/4,1/4 or cosine:4.")
+    str | None, Option("--trajectory", help="A schedule, such as 2-1-2-3, 1/4,1/4,1/2 or cosine:4.")
 ]
 NewTokens = Annotated[int, Option("--max-tokens", help="Maximum number of new tokens.")]
 Temperature = Annotated[float, Option(help="Sampling temperature; 0 is greedy.")]

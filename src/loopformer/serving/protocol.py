@@ -186,7 +186,7 @@ class DepthBody(Body):
 
     model: str | None = None
     budget: int | None = Field(None, ge=1, description="Loops per token; the model's default without it.")
-    trajectory: str | None = Field(None, max_length=256, description="A schedule, such as 4-2-1-1.")
+    trajectory: str | None = Field(None, max_length=256, description="A schedule, such as 2-1-2-3.")
 
     def requested(self, served: Served) -> Trajectory:
         """The requested trajectory of the served model; another model is an error."""

@@ -190,10 +190,10 @@ function written(weights) {
   return new Set(weights).size === 1 ? String(weights.length) : weights.map((weight) => weight / common).join("-");
 }
 
-// "4" is four equal steps; "4-2-1-1", "0.5,0.25,0.25" and "1/2,1/4,1/4" are weights.
+// "4" is four equal steps; "2-1-2-3", "0.25,0.25,0.5" and "1/4,1/4,1/2" are weights.
 function read(text) {
   const plain = text.replace(/\s/g, "");
-  const form = new Refusal("Write weights, such as 4-2-1-1, or a number of equal steps.", 400, "trajectory");
+  const form = new Refusal("Write weights, such as 2-1-2-3, or a number of equal steps.", 400, "trajectory");
   const parts = plain.split(/[-,]/).map((part) => {
     if (!/^(\d+(\.\d{0,6})?|\d+\/\d+)$/.test(part)) throw form;
     const [top, bottom = "1"] = part.split("/");
