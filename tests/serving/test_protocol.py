@@ -60,6 +60,11 @@ def test_values_that_change_nothing_are_taken() -> None:
     ChatBody.model_validate({"messages": [*MESSAGES, answered, *MESSAGES]})
 
 
+def test_the_sampling_defaults_are_those_of_openai() -> None:
+    for body in (completion(), ChatBody.model_validate({"messages": MESSAGES})):
+        assert (body.temperature, body.top_p, body.seed) == (1.0, 1.0, None)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
