@@ -447,12 +447,14 @@ class Text {
       this.draw(shown, Math.exp(sum(parts.map((part) => part.logprob))), parts[0].place);
     }
     if (logprobs.tokens.length === 0) return; // the chunk before the first token
-    const now = performance.now();
-    if (this.count === 0) this.first = { now, count: logprobs.tokens.length };
     this.count += logprobs.tokens.length;
-    this.seconds = (now - this.began) / 1000;
-    this.speed = (1000 * (this.count - this.first.count)) / (now - this.first.now);
+    this.seconds = (performance.now() - this.began) / 1000;
     this.measure();
+  }
+
+  // In tokens per second, the prompt included, so that it says what the bar of time says.
+  get speed() {
+    return this.count / this.seconds;
   }
 
   draw(shown, probability, place) {
@@ -467,7 +469,7 @@ class Text {
   }
 
   measure() {
-    const speed = Number.isFinite(this.speed) ? this.speed.toFixed(0) : "–";
+    const speed = this.count ? this.speed.toFixed(0) : "–";
     const tokens = this.count === 1 ? "1 token" : `${this.count} tokens`;
     const figures = [tokens, `${speed} tokens/s`];
     this.figures.replaceChildren(...figures.map((figure) => make("span", "", figure)));
