@@ -121,6 +121,8 @@ def test_a_run_was_tuned_if_its_data_are_supervised(
     assert was_tuned_to_answer(run / "checkpoints" / "step-00000001") is is_supervised
     data.rename(tmp_path / "elsewhere")
     assert was_tuned_to_answer(run) is None
+    (run / "run.yaml").write_text("damaged")
+    assert was_tuned_to_answer(run) is None
     (run / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     assert was_tuned_to_answer(run) is True
 

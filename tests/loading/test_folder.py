@@ -209,6 +209,8 @@ def test_the_budgets_of_a_run_are_those_of_its_objective(
     checkpoint.mkdir(parents=True)
     (tmp_path / "run.yaml").write_text(f"model: {{loops: 4}}\nobjective: {{trajectories: [{objective}]}}\n")
     assert trained_budgets(tmp_path, tiny) == trained_budgets(checkpoint, tiny) == frozenset(budgets)
+    (tmp_path / "run.yaml").write_text("damaged")
+    assert trained_budgets(tmp_path, tiny) is None
 
 
 def test_the_budgets_of_other_models_follow_from_what_their_loops_know(tiny: ModelConfig, tmp_path: Path) -> None:

@@ -48,18 +48,21 @@ def was_tuned_to_answer(model: str | Path) -> bool | None:
     """Whether a model was trained to answer, rather than only to continue text.
 
     It was if it has a chat template, or if its run learned supervised examples, or if it was exported from such a
-    run. None: the data of its run cannot be found, so nobody knows.
+    run. None: the settings or the data of its run cannot be read, so nobody knows.
     """
     folder, run = resolve_model_path(model), run_folder_of(model)
     if find_chat_template(folder, run) is not None:
         return True
     if run is None:
         return is_model_folder(folder) and TUNED in read_json(folder / CONFIG).get("source", {})
-    settings = load_run(run / SETTINGS)[0].data
-    if settings.states is not None:
-        return False
-    data = data_folder(run, settings.path)
-    return None if data is None else bool(read_index(data / INDEX_FILE)["settings"]["supervised"])
+    try:
+        settings = load_run(run / SETTINGS)[0].data
+        if settings.states is not None:
+            return False
+        data = data_folder(run, settings.path)
+        return None if data is None else bool(read_index(data / INDEX_FILE)["settings"]["supervised"])
+    except LoopformerError:
+        return None
 
 
 class FittedChat(NamedTuple):

@@ -29,7 +29,7 @@ from torch import Tensor
 from loopformer.config import ModelConfig, from_mapping, load_run
 from loopformer.config.model import BOX, FORMAT, VERSION, bundled_model_dir
 from loopformer.data.shards import INDEX_FILE, is_prepared
-from loopformer.errors import FileProblem, unreadable
+from loopformer.errors import FileProblem, LoopformerError, unreadable
 from loopformer.files import DamagedFile, read_json, sha256_of
 from loopformer.model import LoopedLM
 
@@ -266,7 +266,10 @@ def trained_budgets(model: str | Path, config: ModelConfig) -> frozenset[int] | 
     """
     settings = (run_folder_of(model) or resolve_model_path(model)) / SETTINGS
     if settings.is_file():
-        entries = load_run(settings)[0].objective.trajectories
+        try:
+            entries = load_run(settings)[0].objective.trajectories
+        except LoopformerError:  # damaged settings hide what was trained, but the model can still be used
+            return None
         ranges = [entry.budgets(config.loops) for entry in entries if entry.weight > 0 or entry.match > 0]
         return frozenset(budget for low, high in ranges for budget in range(low, high + 1))
     return None if config.conditioning in ("none", "index") else frozenset(range(1, config.loops + 1))
