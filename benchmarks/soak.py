@@ -55,7 +55,7 @@ from loopformer.config.model import BOX
 from loopformer.loading.folder import HELD_OUT, resolve_model_path
 
 Report = dict[str, Any]
-DEPTHS: list[Report] = [{"budget": 1}, {"budget": 2}, {"budget": 4}, {"budget": 8}, {"trajectory": "4-2-1-1"}]
+DEPTHS: list[Report] = [{"budget": 1}, {"budget": 2}, {"budget": 4}, {"budget": 8}, {"trajectory": "2-1-2-3"}]
 MARGIN = 0.1  # share by which the memory of a process may grow
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "stream": True}
 

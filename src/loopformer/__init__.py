@@ -1,7 +1,7 @@
 """Elastic-depth language models: one shared stack of blocks, any compute budget.
 
 import loopformer as lf
-lf.Trajectory.parse("4-2-1-1")        # a schedule; its length is the budget
+lf.Trajectory.parse("2-1-2-3")        # a schedule; its length is the budget
 lm = lf.load("runs/demo")             # a run, a model folder, or published weights
 lm.generate("Once upon a time", budget=4).text
 lm.model(ids, lf.Trajectory.uniform(4)).logits

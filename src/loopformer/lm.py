@@ -2,9 +2,9 @@
 
 lm = load("runs/demo")                      # a run, a model folder, or published weights
 lm.generate("Once upon a time", budget=4).text
-lm.generate(["Once upon", "It was"], trajectory="4-2-1-1", temperature=0.8, seed=3)
+lm.generate(["Once upon", "It was"], trajectory="2-1-2-3", temperature=0.8, seed=3)
 lm.score(["a text"]); lm.engine(rows=16)    # log-probabilities; continuous batching
-lm.model(ids, "4-2-1-1").logits
+lm.model(ids, "2-1-2-3").logits
 """
 
 from __future__ import annotations

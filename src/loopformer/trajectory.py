@@ -1,7 +1,7 @@
 """Trajectories: the step size of each loop, as a tuple that sums to 1. The number of steps is the budget.
 
 Trajectory.uniform(4)                 # four equal steps
-Trajectory.parse("4-2-1-1")           # weights, normalised
+Trajectory.parse("2-1-2-3")           # weights, normalised
 Trajectory.parse("cosine:4")          # a named family at a budget
 Trajectory.sample(8, random.Random(0))  # a random one, as in training
 
@@ -105,7 +105,7 @@ class Trajectory:
 
     @classmethod
     def parse(cls, text: str) -> Trajectory:
-        """Read "4" (uniform), "4-2-1-1" (weights), "0.5,0.25,0.25" or "1/2,1/4,1/4" (steps), "cosine:4"."""
+        """Read "4" (uniform), "2-1-2-3" (weights), "0.25,0.25,0.5" or "1/4,1/4,1/2" (steps), "cosine:4"."""
         plain = "".join(str(text).split())
         if match := re.fullmatch(r"(?:([a-z-]+):)?0*(\d{1,9})", plain):
             return cls.named(match[1] or "uniform", int(match[2]))
@@ -118,8 +118,8 @@ class Trajectory:
             pass
         shown = repr(text) if len(plain) <= 100 else f"{plain[:100]!r}…"
         raise LoopformerError(
-            f"Cannot read {shown} as a trajectory; write a budget (4), weights (4-2-1-1), "
-            "steps that sum to 1 (0.5,0.25,0.25 or 1/2,1/4,1/4) or a family (cosine:4)."
+            f"Cannot read {shown} as a trajectory; write a budget (4), weights (2-1-2-3), "
+            "steps that sum to 1 (0.25,0.25,0.5 or 1/4,1/4,1/2) or a family (cosine:4)."
         )
 
     @classmethod
@@ -227,7 +227,7 @@ def _exact_steps(values: list[Number]) -> tuple[Fraction, ...]:
     if abs(total - 1) > tolerance:
         raise LoopformerError(
             f"Trajectory steps must sum to 1, but {_join(raw)} sum to {float(total):.6g}; "
-            "write weights as 4-2-1-1 to have them normalised."
+            "write weights as 2-1-2-3 to have them normalised."
         )
     # Rounded decimals may not sum to 1 exactly. The largest step absorbs the difference, as it changes least.
     largest = steps.index(max(steps))

@@ -37,7 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def talk(model: str, said: str | bytes, *words: str, code: int = 0) -> Result:
-    options = ["--device", "cpu", "--max-tokens", "6", *words]
+    """What a chat says: greedy answers, unless `words` say otherwise."""
+    options = ["--device", "cpu", "--max-tokens", "6", "--temperature", "0", *words]
     done = CliRunner().invoke(app, ["chat", "--model", model, *options], input=said)
     if isinstance(done.exception, LoopformerError):
         raise done.exception
@@ -69,8 +70,9 @@ def test_commands_change_the_next_answer(model: str) -> None:
     done = talk(model, "/budget 2\nevery\n/reset\n/trajectory 1\nevery\n/temperature 0.7\n/quit\nnever said\n")
     assert done.stdout == answers(model, "every", budget=2) + answers(model, "every", budget=1)
     assert [found.group(2) for found in TOOK.finditer(done.stderr)] == ["2", "1"]
-    assert "[trajectory 1, temperature 0.7]" in done.stderr
-    assert "/trajectory 4-2-1-1" in talk(model, "/help").stderr
+    assert "[trajectory 2, greedy]" in done.stderr
+    assert re.search(r"\[trajectory 1, temperature 0\.7, top-p 0\.95, seed \d+\]", done.stderr)
+    assert "/trajectory 2-1-2-3" in talk(model, "/help").stderr
     sampled = [talk(model, said, "--seed", "3").stdout for said in ("/temperature 2\nevery", "every")]
     assert sampled[0] != sampled[1]
     assert sampled[0] == talk(model, "every", "--seed", "3", "--temperature", "2").stdout
@@ -92,7 +94,7 @@ def test_commands_change_the_next_answer(model: str) -> None:
 )
 def test_a_mistake_is_one_sentence_and_the_chat_goes_on(model: str, line: str, said: str) -> None:
     done = talk(model, f"{line}\nevery\n", code=1)
-    first = done.stderr.splitlines()[0]
+    first = done.stderr.splitlines()[1]  # after the line about a model that was never tuned
     assert first.startswith("loopformer: ")
     assert said in first
     assert done.stdout == answers(model, "every"), "and what was wrong left no trace"
@@ -124,10 +126,31 @@ def test_the_template_of_the_model_is_used(model: str, tmp_path: Path) -> None:
     assert with_template != talk(model, "every pass").stdout
 
 
+def test_answers_are_sampled_and_the_printed_seed_repeats_them(model: str) -> None:
+    lines = "every pass\nits time\n"
+    runner = CliRunner()
+    words = ["chat", "--model", model, "--device", "cpu", "--max-tokens", "6"]
+    sampled = runner.invoke(app, words, input=lines)
+    seed = re.search(r"^\[temperature 0\.8, top-p 0\.95, seed (\d+)\]$", sampled.stderr, re.MULTILINE)
+    assert seed is not None
+    assert runner.invoke(app, [*words, "--seed", seed[1]], input=lines).stdout == sampled.stdout
+    others = {talk(model, lines, "--temperature", "0.8", "--seed", str(other)).stdout for other in range(4)}
+    assert len(others) > 1
+    assert "seed" not in talk(model, lines).stderr, "greedy answers have none"
+
+
+def test_a_model_that_was_never_tuned_to_answer_is_said_to_continue(model: str, tmp_path: Path) -> None:
+    line = "[this model was never tuned to answer: it continues your text]\n"
+    assert talk(model, "").stderr == line
+    tuned = Path(save_small(tmp_path / "m", context=96))
+    (tuned / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    assert talk(str(tuned), "").stderr == ""
+
+
 def long_answers(folder: Path, stdin: int) -> "subprocess.Popen[bytes]":
     """A chat whose answers take minutes."""
     slow = save_small(folder / "slow", context=1 << 14, std=0.4, positions="rotary")
-    words = ["chat", "--model", slow, "--device", "cpu", "--max-tokens", "16000"]
+    words = ["chat", "--model", slow, "--device", "cpu", "--max-tokens", "16000", "--temperature", "0"]
     return subprocess.Popen(
         [sys.executable, "-c", START, *words],
         bufsize=0,
@@ -143,7 +166,8 @@ def test_control_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         os.set_blocking(process.stdout.fileno(), False)
-        assert b"/help lists the commands" in process.stderr.readline()
+        while b"/help lists the commands" not in process.stderr.readline():
+            pass
         for _ in range(2):
             while process.stdout.read(1 << 16):
                 pass  # what is left of the answer before
@@ -169,7 +193,9 @@ def test_through_a_pipe_control_c_ends_the_chat(tmp_path: Path, moment: str) -> 
         process.stdin.write(b"every pass\nits time\n" if moment == "answering" else b"/reset\n")
         if moment == "answering":
             process.stdout.read(1)
-        else:
+        while b"never tuned" not in process.stderr.readline():
+            pass
+        if moment == "waiting":
             assert b"the conversation is forgotten" in process.stderr.readline()
             while not is_asleep(process):  # until it waits for the next line
                 time.sleep(0.01)

@@ -28,7 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def ask(model: str, *words: str) -> Result:
-    asked = ["generate", "every pass", "--model", model, "--device", "cpu", "--max-tokens", "4", *words]
+    """Greedy, unless `words` say otherwise."""
+    asked = ["generate", "every pass", "--model", model, "--device", "cpu", "--max-tokens", "4"]
+    asked += ["--temperature", "0", *words]
     return CliRunner().invoke(app, asked)
 
 
@@ -96,6 +98,37 @@ def test_generate_streams_text_and_prints_json(model: str) -> None:
         assert said in str(error)
 
 
+def test_a_prompt_is_sampled_and_the_printed_seed_repeats_its_text(model: str) -> None:
+    sampling = ["--temperature", "0.8", "--top-p", "0.95"]
+    words = ["generate", "every pass", "--model", model, "--device", "cpu", "--max-tokens", "12"]
+    runner = CliRunner()
+    found = json.loads(runner.invoke(app, [*words, "--json"]).stdout)
+    again = runner.invoke(app, [*words, *sampling, "--seed", str(found["seed"])])
+    assert again.stdout == found["text"] + "\n"
+    assert f"; seed {found['seed']}; " in again.stderr
+    seeds = {json.loads(runner.invoke(app, [*words, "--json"]).stdout)["seed"] for _ in range(3)}
+    assert len(seeds) > 1
+    expected = load(model).generate("every pass", max_tokens=12, temperature=0.8, top_p=0.95, seed=found["seed"])
+    assert found["text"] == expected.text
+
+    greedy = runner.invoke(app, [*words, "--temperature", "0"])
+    assert "seed" not in greedy.stderr
+    assert greedy.stdout == load(model).generate("every pass", max_tokens=12).text + "\n"
+
+
+def test_compared_budgets_draw_with_the_same_seed(model: str) -> None:
+    words = ["generate", "every pass", "--model", model, "--device", "cpu", "--max-tokens", "8"]
+    runner = CliRunner()
+    rows = json.loads(runner.invoke(app, [*words, "--compare", "1,2,4,4", "--json"]).stdout)
+    assert len({row["seed"] for row in rows}) == 1
+    assert rows[2]["text"] == rows[3]["text"]
+    seed = str(rows[0]["seed"])
+    for row in rows:
+        alone = runner.invoke(app, [*words, "--budget", str(row["budget"]), "--seed", seed, "--json"])
+        assert json.loads(alone.stdout)["text"] == row["text"]
+    assert f"[seed {seed} for each]" in runner.invoke(app, [*words, "--compare", "1,2", "--seed", seed]).stderr
+
+
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     """Enough to be in the middle of."""
@@ -138,6 +171,13 @@ def test_what_a_line_does_not_say_the_options_say(model: str, tmp_path: Path) ->
     with pytest.raises(LoopformerError, match=r"was begun with other options \(seed\)"):
         answer(model, source, out, "--budget", "2", "--stop", " ", *options, "--seed", "2")
     assert answer(model, source, out, "--trajectory", "2", "--stop", " ", *options, "--rows", "1") == answers
+
+
+def test_lines_of_a_file_are_greedy(model: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_text('{"prompt": "every"}\n')
+    (found,) = answer(model, source, out, "--max-tokens", "12")
+    assert found["text"] == load(model).generate("every", max_tokens=12).text
 
 
 def test_a_bad_line_is_an_exit_code_at_the_end(

@@ -10,7 +10,7 @@ from loopformer.evaluation.store import Store, weights_hash
 
 def test_pieces_come_back_and_others_do_not(tmp_path: Path) -> None:
     store = Store.beside(tmp_path)
-    key = {"weights": "a", "trajectory": "4-2-1-1"}
+    key = {"weights": "a", "trajectory": "2-1-2-3"}
     assert store.get(key) is None
     assert store.put(key, {"loss": 1.5}) == {"loss": 1.5}
     assert Store.beside(tmp_path).get(dict(reversed(key.items()))) == {"loss": 1.5}

@@ -181,7 +181,7 @@ def _score() -> Any:
 
 def _command_generate() -> Any:
     """`loopformer generate` in its ways; `search` has not been here yet, so there is no best schedule."""
-    shared = ("generate", PROMPTS[1], "--model", "net", "--max-tokens", "16")
+    shared = ("generate", PROMPTS[1], "--model", "net", "--max-tokens", "16", "--top-p", "1", "--temperature", "0")
     return {
         "budget": _run(*shared, "--budget", "3"),
         "flops": _run(*shared, "--max-flops", "70000"),
@@ -207,9 +207,8 @@ def _search() -> Any:
     tasks = ("--tasks", TASKS, "--data", "tasks", "--by", "both")
     found = {"all": _run(*shared, "--budget", "2"), "tasks": _run(*shared, "--budget", "3", *tasks)}
     found["saved"] = _read_json("net/schedules.json")
-    found["generate_best"] = _run(
-        "generate", PROMPTS[1], "--model", "net", "--budget", "2", "--schedule", "best", "--max-tokens", "16"
-    )
+    best = ("--budget", "2", "--schedule", "best", "--temperature", "0")
+    found["generate_best"] = _run("generate", PROMPTS[1], "--model", "net", *best, "--max-tokens", "16")
     return found
 
 

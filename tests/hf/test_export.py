@@ -164,6 +164,7 @@ def test_the_default_and_the_chat_template_travel(run: Path, tmp_path: Path) -> 
     assert str(AutoModelForCausalLM.from_pretrained(tmp_path / "out", budget=3).resolve()) == "3"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "every"}], tokenize=False) == "every!"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["source"]["tuned_to_answer"] is True
 
 
 def test_published_weights_come_without_a_tokenizer(tmp_path: Path) -> None:

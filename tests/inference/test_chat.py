@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from loopformer.config.model import BOX
+from loopformer.data.prepare import prepare
 from loopformer.data.tokenizer import END_TOKEN, Tokenizer, encode_prompt
 from loopformer.errors import LoopformerError
-from loopformer.inference.chat import ChatTemplate, Message
+from loopformer.inference.chat import ChatTemplate, Message, was_tuned_to_answer
 
 TURN_END = "<|im_end|>"
 CHATML = """{% for message in messages %}
@@ -102,3 +104,33 @@ def test_the_oldest_turns_make_room(tokenizer: Tokenizer) -> None:
     assert template.fit(chat, 1).messages == [system, chat[-1]], "the last question stays"
     assert template.fit(chat[1:], 1).messages == [chat[-1]]
     assert len(chat) == 6, "what was given is as it was"
+
+
+@pytest.mark.parametrize("is_supervised", [True, False])
+def test_a_run_was_tuned_if_its_data_are_supervised(
+    tokenizer: Tokenizer, tmp_path: Path, is_supervised: bool
+) -> None:
+    records = [{"prompt": f"What is {n}?", "response": f"It is {n}.", "text": f"It is {n}."} for n in range(40)]
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokenizer.save(tmp_path)
+    data, run = tmp_path / "data", tmp_path / "run"
+    prepare([str(tmp_path / "examples.jsonl")], data, tokenizer=str(tmp_path), supervised=is_supervised)
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (run / "run.yaml").write_text(f"data: {{path: {data}}}\n")
+    assert was_tuned_to_answer(run) is is_supervised
+    assert was_tuned_to_answer(run / "checkpoints" / "step-00000001") is is_supervised
+    data.rename(tmp_path / "elsewhere")
+    assert was_tuned_to_answer(run) is None
+    (run / "run.yaml").write_text("damaged")
+    assert was_tuned_to_answer(run) is None
+    (run / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    assert was_tuned_to_answer(run) is True
+
+
+def test_other_models_were_tuned_if_their_folder_says_so(tmp_path: Path) -> None:
+    assert was_tuned_to_answer(BOX) is False
+    assert was_tuned_to_answer("someone/on-the-hub") is False
+    settings = {"format": "loopformer-model", "version": 1, "source": {"run": "runs/mine"}}
+    for source, is_tuned in ((settings["source"], False), ({"run": "runs/mine", "tuned_to_answer": True}, True)):
+        (tmp_path / "config.json").write_text(json.dumps({**settings, "source": source}))
+        assert was_tuned_to_answer(tmp_path) is is_tuned

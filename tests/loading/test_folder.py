@@ -1,5 +1,6 @@
 """Our own folders: a model survives, damage is named, and a run gives its newest whole checkpoint."""
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -17,9 +18,10 @@ from safetensors import safe_open
 import loopformer
 from loopformer import LoopedLM, LoopformerError
 from loopformer.config import ModelConfig
+from loopformer.config.model import BOX
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.loading import load_model, save_model
-from loopformer.loading.folder import checkpoints
+from loopformer.loading import load_model, model_folder, save_model
+from loopformer.loading.folder import checkpoints, read_config, trained_budgets
 from loopformer.training.checkpoint import rotate
 
 SUMS = "checksums.json"
@@ -188,3 +190,31 @@ def test_a_run_loads_while_its_checkpoints_rotate(
     assert len(loaded) > 8
     assert loaded[0] == 5, "the next newest, which is a copy of step 5"
     assert loaded[-1] == 10, "nothing rotates any more"
+
+
+@pytest.mark.parametrize(
+    ("objective", "budgets"),
+    [
+        ("{budget: full}", {4}),
+        ("{budget: full}, {budget: short, weight: 0.1}", {1, 2, 3, 4}),
+        ("{budget: full}, {budget: [2, 3], weight: 0.1}, {budget: 1, weight: 0, match: 0.5}", {1, 2, 3, 4}),
+        ("{budget: full}, {budget: 1, weight: 0}", {4}),
+    ],
+)
+def test_the_budgets_of_a_run_are_those_of_its_objective(
+    tiny: ModelConfig, tmp_path: Path, objective: str, budgets: set[int]
+) -> None:
+    assert tiny.loops == 4
+    checkpoint = tmp_path / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "run.yaml").write_text(f"model: {{loops: 4}}\nobjective: {{trajectories: [{objective}]}}\n")
+    assert trained_budgets(tmp_path, tiny) == trained_budgets(checkpoint, tiny) == frozenset(budgets)
+    (tmp_path / "run.yaml").write_text("damaged")
+    assert trained_budgets(tmp_path, tiny) is None
+
+
+def test_the_budgets_of_other_models_follow_from_what_their_loops_know(tiny: ModelConfig, tmp_path: Path) -> None:
+    assert trained_budgets(BOX, read_config(model_folder(BOX))) == frozenset(range(1, 9))
+    assert trained_budgets(tmp_path, tiny) == frozenset({1, 2, 3, 4})
+    for conditioning in ("none", "index"):
+        assert trained_budgets(tmp_path, dataclasses.replace(tiny, conditioning=conditioning)) is None

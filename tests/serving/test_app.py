@@ -206,6 +206,7 @@ def test_the_lens_shows_every_loop(server: RunningServer, lm: LM) -> None:
     first = lm.generate(PROMPTS[0], trajectory="2-1-1", max_tokens=1)
     assert seen["loops"][-1]["top"][0]["id"] == first.ids[0]
     assert seen["loops"][-1]["top"][0]["logprob"] == pytest.approx(first.logprobs[0], abs=1e-4)
+    assert [loop["trained"] for loop in seen["loops"]] == [False, False, True]
 
 
 def test_a_lens_waits_in_the_queue_as_one_text(server: RunningServer) -> None:

@@ -73,6 +73,7 @@ def test_the_model_says_what_the_page_shows(server: RunningServer) -> None:
     (card,) = server.get("/v1/models").json()["data"]
     assert len(card["flops_per_token"]) == card["loops"]
     assert card["flops_per_token"] == sorted(card["flops_per_token"])
+    assert card["tuned_to_answer"] is False
     prompt = "every pass is told"
     answer = server.post("/v1/completions", prompt=prompt, max_tokens=4, temperature=0, logprobs=0, echo=True)
     ids = answer.json()["choices"][0]["logprobs"]["token_ids"]

@@ -60,6 +60,11 @@ def test_values_that_change_nothing_are_taken() -> None:
     ChatBody.model_validate({"messages": [*MESSAGES, answered, *MESSAGES]})
 
 
+def test_the_sampling_defaults_are_those_of_openai() -> None:
+    for body in (completion(), ChatBody.model_validate({"messages": MESSAGES})):
+        assert (body.temperature, body.top_p, body.seed) == (1.0, 1.0, None)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -271,3 +276,21 @@ def test_a_text_needs_memory_for_its_tokens_but_not_beyond_the_context(served: S
     ):
         job = Job((tuple(prompt),), 2, Sampling(), max_tokens, (), Trajectory.uniform(2), 1, 0, None)
         assert job.kv_bytes(served, Trajectory.uniform(2)) == 2 * tokens * each
+
+
+@pytest.mark.parametrize(
+    ("conditioning", "trained", "expected"),
+    [
+        ("trajectory", frozenset({1, 2, 3}), [False, False, True]),
+        ("trajectory", frozenset({1, 4}), [False, False, False]),
+        ("trajectory", None, [False, False, None]),
+        ("index", frozenset({1, 3, 4}), [True, False, True]),
+        ("none", None, [None, None, None]),
+    ],
+)
+def test_a_loop_is_trained_to_predict_where_a_trained_budget_ends(
+    served: Served, conditioning: Any, trained: frozenset[int] | None, expected: list[bool | None]
+) -> None:
+    config = replace(served.config, conditioning=conditioning)
+    served = replace(served, config=config, trained_budgets=trained)
+    assert [served.is_trained(Trajectory.uniform(3), loop) for loop in (1, 2, 3)] == expected

@@ -48,7 +48,7 @@ def test_never_below_the_least_nor_above_what_was_asked(budget: int, least: int,
 
 
 def test_a_lowered_schedule_is_uniform_and_an_untouched_one_itself() -> None:
-    asked = Trajectory.parse("4-2-1-1")
+    asked = Trajectory.parse("2-1-2-3")
     assert grant_trajectory(asked, 4, 3) is asked
     assert grant_trajectory(asked, 1, 2) == Trajectory.uniform(2)
     assert [grant_trajectory(Trajectory.uniform(40), 1, level).budget for level in range(4)] == [40, 30, 20, 10]

@@ -1,7 +1,7 @@
 """Measures how the hidden states of a model change from loop to loop, and writes the results.
 
     prompts = read_prompts("data/demo", lm.tokenizer, count=64, length=128)     # of the validation split
-    result = analyze(lm.model, prompts, "runs/demo", trajectory="4-2-1-1")
+    result = analyze(lm.model, prompts, "runs/demo", trajectory="2-1-2-3")
     result["metrics"]["curvature"]["mean"]              # [M + 1]: the embedding, then after each loop
     write_results([result], Path("analysis"))           # analysis.json, metrics.csv and cka.csv, and figures
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loopformer.cli.options import (
+    SAMPLED_TEMPERATURE,
+    SAMPLED_TOP_P,
     BudgetOption,
     DecodeDtype,
     Device,
@@ -24,6 +26,7 @@ from loopformer.cli.options import (
     TopK,
     TopP,
     TrajectoryOption,
+    draw_seed,
 )
 from loopformer.cli.output import stoppable
 from loopformer.config.model import BOX
@@ -31,17 +34,17 @@ from loopformer.config.model import BOX
 if TYPE_CHECKING:
     from loopformer.inference.chat import ChatTemplate, Message
     from loopformer.inference.engine import Engine
-    from loopformer.inference.request import Request
+    from loopformer.inference.request import Request, Sampling
 
 HELP = """/budget 2              loops per token
-/trajectory 4-2-1-1    a schedule instead of a budget
+/trajectory 2-1-2-3    a schedule instead of a budget
 /temperature 0.7       0 is greedy
 /reset                 forget the conversation
 /help                  this list
 /quit                  end the chat, like Ctrl-D; Ctrl-C stops an answer
 A line that begins with a space is sent as text."""
 # Commands, each with an example of its value.
-COMMANDS = {"budget": "2", "trajectory": "4-2-1-1", "temperature": "0.7", "reset": "", "help": "", "quit": ""}
+COMMANDS = {"budget": "2", "trajectory": "2-1-2-3", "temperature": "0.7", "reset": "", "help": "", "quit": ""}
 
 
 @stoppable("a chat is not saved, the same command begins a new one")
@@ -51,9 +54,9 @@ def chat(
     trajectory: TrajectoryOption = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: NewTokens = 256,
-    temperature: Temperature = 0.0,
+    temperature: Temperature = SAMPLED_TEMPERATURE,
     top_k: TopK = None,
-    top_p: TopP = 1.0,
+    top_p: TopP = SAMPLED_TOP_P,
     min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = None,
@@ -66,7 +69,8 @@ def chat(
 
     The chat template of the model's folder turns messages into a prompt; without one they are written as
     `prepare --supervised` writes them. Each line of standard input is a message. Answers go to stdout, everything
-    else to stderr. The exit code is 1 if an answer failed.
+    else to stderr. Answers are sampled, and the seed is printed: the same --seed gives the same answers. The exit
+    code is 1 if an answer failed.
 
     Examples: loopformer chat --model runs/mine --temperature 0.7
 
@@ -74,7 +78,7 @@ def chat(
     """
     from loopformer.device import dtype_of
     from loopformer.errors import LoopformerError
-    from loopformer.inference.chat import ChatTemplate
+    from loopformer.inference.chat import ChatTemplate, was_tuned_to_answer
     from loopformer.inference.request import Request, Sampling
     from loopformer.lm import load, move_to_device
     from loopformer.loading.folder import resolve_model_path, run_folder_of
@@ -85,7 +89,7 @@ def chat(
     template = ChatTemplate.find(lm.need_tokenizer(), resolve_model_path(model), run_folder_of(model))
     lm.tokenizer = template.tokenizer
     (first_trajectory,) = lm.trajectories(1, budget, trajectory)
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, draw_seed() if seed is None else seed)
     settings = Request((0,), first_trajectory, sampling, max_tokens, template.stops)  # the prompt (0,) is replaced
     engine = lm.engine(rows=1, queue=1, fast=fused if fast is None else fast)
     engine.check(settings)
@@ -100,6 +104,11 @@ def chat(
         # ignores Ctrl-C keeps ignoring it.
         if callable(signal.getsignal(signal.SIGINT)):
             signal.signal(signal.SIGINT, signal.default_int_handler)
+    if was_tuned_to_answer(model) is False:
+        _note("this model was never tuned to answer: it continues your text")
+    if not sampling.greedy:
+        _note(_describe_sampling(sampling))
+    if is_typed:
         _note(f"{config.blocks}⊗{config.loops}, {config.context} tokens of context; /help lists the commands")
     prompt = "> " if is_typed and sys.stdout.isatty() else ""
     while (line := _read_line(prompt)) is not None:
@@ -137,6 +146,13 @@ def _read_line(prompt: str) -> str | None:
                 raise
             typer.echo("", err=True)
             _note("Ctrl-D or /quit ends the chat")
+
+
+def _describe_sampling(sampling: "Sampling") -> str:
+    """How tokens are chosen, with the seed that repeats the chat."""
+    if sampling.greedy:
+        return "greedy"
+    return f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, seed {sampling.seed}"
 
 
 def _note(sentence: str) -> None:
@@ -184,7 +200,7 @@ class Conversation:
             self.settings = replace(self.settings, sampling=sampling)
         else:  # budget or trajectory
             self.settings = replace(self.settings, trajectory=self.engine.model.resolve(value))
-        _note(f"trajectory {self.settings.trajectory}, temperature {self.settings.sampling.temperature:g}")
+        _note(f"trajectory {self.settings.trajectory}, {_describe_sampling(self.settings.sampling)}")
         return True
 
     def answer(self, question: str) -> None:

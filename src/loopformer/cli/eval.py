@@ -104,7 +104,7 @@ def eval_text(
 ) -> None:
     """Measure perplexity and bits per byte. Repeat an interrupted command to continue.
 
-    Example: loopformer eval text runs/mine --text news.jsonl --budgets 1,2,4 --trajectory 4-2-1-1
+    Example: loopformer eval text runs/mine --text news.jsonl --budgets 1,2,4 --trajectory 2-1-2-3
     """
     from loopformer.evaluation.loaded import LoadedModel
     from loopformer.evaluation.text import Protocol, perplexity, read_text

@@ -27,7 +27,7 @@ def export(
         typer.Option(help="Default budget of the exported model, 1 to L.", autocompletion=complete_budget),
     ] = None,
     trajectory: Annotated[
-        str | None, typer.Option(help="Default schedule of the exported model, such as 4-2-1-1 or cosine:4.")
+        str | None, typer.Option(help="Default schedule of the exported model, such as 2-1-2-3 or cosine:4.")
     ] = None,
     heads: Heads = None,
     loops: Loops = None,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loopformer.cli.options import (
+    SAMPLED_TEMPERATURE,
+    SAMPLED_TOP_P,
     BudgetOption,
     DecodeDtype,
     Device,
@@ -22,11 +24,10 @@ from loopformer.cli.options import (
     RemovedInt8,
     RepetitionPenalty,
     Seed,
-    Temperature,
     TopK,
-    TopP,
     TrajectoryOption,
     check_at_most_one,
+    draw_seed,
 )
 from loopformer.cli.output import format_number, output_file, print_files, print_table, progress, stoppable
 from loopformer.config.model import BOX
@@ -60,12 +61,21 @@ def generate(
         float | None, typer.Option(help="Use the largest budget within this many FLOPs per token.")
     ] = None,
     compare: Annotated[
-        str | None, typer.Option(help="Show several budgets or trajectories side by side, such as 1,2,4-2-1-1.")
+        str | None, typer.Option(help="Show several budgets or trajectories side by side, such as 1,4,2-1-2-3.")
     ] = None,
     max_tokens: NewTokens = 128,
-    temperature: Temperature = 0.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help=f"Sampling temperature; 0 is greedy. Default: {SAMPLED_TEMPERATURE}, or 0 with --input."),
+    ] = None,
     top_k: TopK = None,
-    top_p: TopP = 1.0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample from the most likely tokens that reach this total probability. "
+            f"Default: {SAMPLED_TOP_P}, or 1 with --input."
+        ),
+    ] = None,
     min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = None,
@@ -91,6 +101,9 @@ def generate(
     removed_int8: RemovedInt8 = False,
 ) -> None:
     """Continue a prompt, streaming. The budget is a number of loops, a schedule or a target.
+
+    The text is sampled, and its seed is printed: the same --seed gives the same text. With --temperature 0, every
+    token is the most likely one.
 
     Examples: loopformer generate "Once upon a time" --budget 4
 
@@ -132,11 +145,18 @@ def generate(
     needs_unfused = any(value is not None for value in unfused_only.values())
     mode: Fast = "auto" if fast is None and not needs_unfused else bool(fast)
     is_fused = move_to_device(lm, device, chosen_dtype, mode)
+    # Answers to a file are compared and repeated, so they are greedy unless the options say otherwise.
+    default_temperature, default_top_p = (SAMPLED_TEMPERATURE, SAMPLED_TOP_P) if source is None else (0.0, 1.0)
+    temperature = default_temperature if temperature is None else temperature
+    if source is None and temperature == 0:
+        seed = None  # greedy text has none
+    elif source is None and seed is None:
+        seed = draw_seed()
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_k": top_k,
-        "top_p": top_p,
+        "top_p": default_top_p if top_p is None else top_p,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
         "seed": seed,
@@ -237,11 +257,12 @@ def _stream(
             sys.stdout.write(event.piece)
             sys.stdout.flush()
     ended, (result,) = time.perf_counter(), results
+    seed = requests[0].sampling.seed
     seconds, count = ended - started, len(result.ids)
     ms_per_token = (ended - first) / (count - 1) * 1e3 if first is not None and count > 1 else None
     if as_json:
         content = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
-        counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": count}
+        counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": count, "seed": seed}
         timing = {"seconds": seconds, "ms_per_token": ms_per_token}
         typer.echo(json.dumps({**content, **counts, **timing, "logprobs": result.logprobs}))
         return
@@ -250,13 +271,18 @@ def _stream(
     included, note = "the prompt and compilation" if is_fused else "the prompt", ""
     if max_ms_per_token is not None and ms_per_token is not None and ms_per_token > max_ms_per_token:
         note = f" slower than {max_ms_per_token:g} ms because the machine is busier than when it was measured;"
+    seeded = "" if seed is None else f" seed {seed};"
     typer.echo(
-        f"[{count} tokens,{speed} {seconds:.2f} s including {included};{note} {REASONS[result.reason]}]", err=True
+        f"[{count} tokens,{speed} {seconds:.2f} s including {included};{note}{seeded} {REASONS[result.reason]}]",
+        err=True,
     )
 
 
 def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[str, Any], as_json: bool) -> None:
-    """Continue the same prompt along several trajectories, with time per token and perplexity of the prompt."""
+    """Continue the same prompt along several trajectories, with time per token and perplexity of the prompt.
+
+    All of them draw with the same seed, so their texts differ only where the predictions do.
+    """
     from loopformer.inference.budget import milliseconds_per_token
 
     rows: list[dict[str, Any]] = []
@@ -272,6 +298,7 @@ def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[st
                 "trajectory": str(trajectory),
                 "ms_per_token": milliseconds,
                 "seconds": seconds,
+                "seed": options["seed"],
                 "prompt_perplexity": scored.perplexity,
                 "text": result.text,
             }
@@ -288,3 +315,5 @@ def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[st
     }
     cells = [[show(row) for show in columns.values()] for row in rows]
     print_table(list(columns), cells, left=len(columns), lines=True)
+    if options["seed"] is not None:
+        typer.echo(f"[seed {options['seed']} for each]", err=True)

@@ -6,6 +6,7 @@ Each verb sets its own default. An option of only one verb is declared in that v
 import torch: every press of TAB starts a process.
 """
 
+import secrets
 from collections.abc import Callable, Mapping
 from glob import escape, iglob
 from itertools import islice
@@ -96,15 +97,18 @@ BatchTokens = Annotated[int, Option(help="Tokens in a batch.")]
 # Budgets and schedules to measure.
 Budgets = Annotated[str | None, Option(help="Budgets, such as 1,2,4,8. Default: 1, L/4, L/2 and L.")]
 Trajectories = Annotated[
-    list[str] | None, Option("--trajectory", help="A schedule, such as 4-2-1-1; may be given several times.")
+    list[str] | None, Option("--trajectory", help="A schedule, such as 2-1-2-3; may be given several times.")
 ]
 
 # Generation.
+# Text for reading is sampled: small models that always take the most likely token soon repeat themselves.
+SAMPLED_TEMPERATURE, SAMPLED_TOP_P = 0.8, 0.95
+MAX_SEED = 1_000_000  # of seeds that are drawn here; short ones are easy to type
 BudgetOption = Annotated[
     int | None, Option("--budget", help="Loops per token, 1 to L. Default: L.", autocompletion=complete_budget)
 ]
 TrajectoryOption = Annotated[
-    str | None, Option("--trajectory", help="A schedule, such as 4-2-1-1, 1/2,1/4,1/4 or cosine:4.")
+    str | None, Option("--trajectory", help="A schedule, such as 2-1-2-3, 1/4,1/4,1/2 or cosine:4.")
 ]
 NewTokens = Annotated[int, Option("--max-tokens", help="Maximum number of new tokens.")]
 Temperature = Annotated[float, Option(help="Sampling temperature; 0 is greedy.")]
@@ -112,7 +116,9 @@ TopK = Annotated[int | None, Option(help="Sample from the k most likely tokens."
 TopP = Annotated[float, Option(help="Sample from the most likely tokens that reach this total probability.")]
 MinP = Annotated[float, Option(help="Drop tokens below this fraction of the highest probability.")]
 RepetitionPenalty = Annotated[float, Option(help="Values above 1 make repeated tokens less likely.")]
-Seed = Annotated[int | None, Option(help="The same seed gives the same text.")]
+Seed = Annotated[
+    int | None, Option(help="The same seed gives the same text. Default: a random one, printed with the text.")
+]
 FastOption = Annotated[
     bool | None, Option("--fast/--no-fast", help="Decode with fused CUDA kernels. Default: on a GPU.")
 ]
@@ -168,6 +174,11 @@ Examples = Annotated[int | None, Option(help="Use only the first N examples of e
 OutFolder = Annotated[Path, Option("--out", "-o", help="The folder to write.")]
 OutFile = Annotated[Path | None, Option("--out", "-o", help="Also write the results to this file.")]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
+
+
+def draw_seed() -> int:
+    """A random seed for a text that was asked for without one."""
+    return secrets.randbelow(MAX_SEED)
 
 
 def the_model(argument: str | None, option: str | None, default: str = BOX) -> str:

@@ -1,7 +1,7 @@
 """A model under evaluation: its weights and tokenizer, and the store of its finished results.
 
 loaded = LoadedModel.open("runs/mine")
-loaded.trajectories("1,2,4", ["4-2-1-1"], schedule="best")
+loaded.trajectories("1,2,4", ["2-1-2-3"], schedule="best")
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Schedules lie on the training grid: their steps are multiples of 1/L. The unifor
 Schedules with the same first steps run together (scoring.py), and each such group is stored when it is complete.
 
 An entry of schedules.json names the weights it was measured with, and is refused for others (store.py):
-    {"4": {"trajectory": "4-2-1-1", "perplexity": 20.1, "by": "perplexity", "text": …, "weights": …}, …}
+    {"4": {"trajectory": "2-1-2-3", "perplexity": 20.1, "by": "perplexity", "text": …, "weights": …}, …}
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
 
 
 def _in_units(trajectory: Trajectory, loops: int) -> str:
-    """The steps in units of 1/L, such as 4-2-1-1. A schedule off the grid keeps its usual name."""
+    """The steps in units of 1/L, such as 2-1-2-3. A schedule off the grid keeps its usual name."""
     units = [step * loops for step in trajectory.steps]
     if any(unit.denominator != 1 for unit in units):
         return "uniform" if trajectory.is_uniform else str(trajectory)

@@ -1,7 +1,7 @@
 """What is stored with a model under evaluation: finished results and the best schedules.
 
     store = Store.beside("runs/mine")
-    key = {"weights": weights_hash(model), "text": sha256, "trajectory": "4-2-1-1"}
+    key = {"weights": weights_hash(model), "text": sha256, "trajectory": "2-1-2-3"}
     value = store.get(key) or store.put(key, measure())    # plain JSON
     scheduled_trajectory("runs/mine", model, budget=4, schedule="best")
 

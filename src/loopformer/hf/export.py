@@ -28,6 +28,7 @@ from loopformer.errors import FileProblem, require
 from loopformer.files import read_json, sha256_of
 from loopformer.hf.configuration import LoopFormerConfig
 from loopformer.hf.modeling import LoopFormerForCausalLM
+from loopformer.inference.chat import TUNED, was_tuned_to_answer
 from loopformer.loading import find_model, model_folder
 from loopformer.loading.folder import (
     CARD,
@@ -80,6 +81,8 @@ def export(
     provenance: dict[str, Any] = {"imported_from": str(source)}
     if is_model_folder(folder):
         provenance = read_json(folder / CONFIG).get("source", {})
+    if was_tuned_to_answer(folder):
+        provenance[TUNED] = True
     validation = find_validation(folder, provenance.pop("validation", None))
     special: dict[str, Any] = {}
     if tokenizer:  # the end token is also the beginning and padding token

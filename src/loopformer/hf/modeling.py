@@ -1,7 +1,7 @@
 """LoopFormerForCausalLM: a LoopedLM behind the interface of a Transformers model.
 
     model = AutoModelForCausalLM.from_pretrained("exported", budget=4)      # after `import loopformer.hf`
-    model.generate(**inputs, max_new_tokens=32, budget=2)                   # or trajectory="4-2-1-1"
+    model.generate(**inputs, max_new_tokens=32, budget=2)                   # or trajectory="2-1-2-3"
     LoopFormerForCausalLM.wrap(lm.model, budget=1)                          # shares the weights of a loaded model
 
 The caches are those of Transformers. Layer loop·k + block of a cache holds the keys and values of that loop and

@@ -34,7 +34,7 @@ _INTEGER = ((int,), "a whole number")
 _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "prompt": ((str,), "text"),
     "budget": _INTEGER,
-    "trajectory": ((str,), "text such as 4-2-1-1"),
+    "trajectory": ((str,), "text such as 2-1-2-3"),
     "max_tokens": _INTEGER,
     "temperature": _NUMBER,
     "top_k": _INTEGER,

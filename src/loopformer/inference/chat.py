@@ -22,13 +22,47 @@ from typing import Any, NamedTuple
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from loopformer.config import load_run
+from loopformer.data.shards import INDEX_FILE, read_index
 from loopformer.data.tokenizer import ROLES, Tokenizer, encode_prompt
 from loopformer.errors import LoopformerError
 from loopformer.files import read_json
-from loopformer.loading.folder import TEMPLATE, TOKENIZER_CONFIG, find_chat_template
+from loopformer.loading.folder import (
+    CONFIG,
+    SETTINGS,
+    TEMPLATE,
+    TOKENIZER_CONFIG,
+    data_folder,
+    find_chat_template,
+    is_model_folder,
+    resolve_model_path,
+    run_folder_of,
+)
 
 Message = dict[str, str]  # role and content
+TUNED = "tuned_to_answer"  # a key of an export's source
 _CUT = "\ufdd0"  # a Unicode noncharacter, which ordinary text never contains
+
+
+def was_tuned_to_answer(model: str | Path) -> bool | None:
+    """Whether a model was trained to answer, rather than only to continue text.
+
+    It was if it has a chat template, or if its run learned supervised examples, or if it was exported from such a
+    run. None: the settings or the data of its run cannot be read, so nobody knows.
+    """
+    folder, run = resolve_model_path(model), run_folder_of(model)
+    if find_chat_template(folder, run) is not None:
+        return True
+    if run is None:
+        return is_model_folder(folder) and TUNED in read_json(folder / CONFIG).get("source", {})
+    try:
+        settings = load_run(run / SETTINGS)[0].data
+        if settings.states is not None:
+            return False
+        data = data_folder(run, settings.path)
+        return None if data is None else bool(read_index(data / INDEX_FILE)["settings"]["supervised"])
+    except LoopformerError:
+        return None
 
 
 class FittedChat(NamedTuple):

@@ -26,10 +26,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loopformer.config import ModelConfig, from_mapping
+from loopformer.config import ModelConfig, from_mapping, load_run
 from loopformer.config.model import BOX, FORMAT, VERSION, bundled_model_dir
 from loopformer.data.shards import INDEX_FILE, is_prepared
-from loopformer.errors import FileProblem, unreadable
+from loopformer.errors import FileProblem, LoopformerError, unreadable
 from loopformer.files import DamagedFile, read_json, sha256_of
 from loopformer.model import LoopedLM
 
@@ -248,6 +248,23 @@ def run_folder_of(model: str | Path) -> Path | None:
     path = Path(os.path.abspath(resolve_model_path(model)))
     run = path.parent.parent if path.parent.name == FOLDER else path
     return run if is_run_folder(run) else None
+
+
+def trained_budgets(model: str | Path, config: ModelConfig) -> frozenset[int] | None:
+    """The budgets at which a model was trained to predict; None if nobody knows.
+
+    The settings of a run list them. For any other folder: if the loops of a model know their step size, it was
+    trained along short trajectories, as that is what they know it for.
+    """
+    settings = (run_folder_of(model) or resolve_model_path(model)) / SETTINGS
+    if settings.is_file():
+        try:
+            entries = load_run(settings)[0].objective.trajectories
+        except LoopformerError:  # damaged settings hide what was trained, but the model can still be used
+            return None
+        ranges = [entry.budgets(config.loops) for entry in entries if entry.weight > 0 or entry.match > 0]
+        return frozenset(budget for low, high in ranges for budget in range(low, high + 1))
+    return None if config.conditioning in ("none", "index") else frozenset(range(1, config.loops + 1))
 
 
 def data_folder(run: Path, stored: str) -> Path | None:

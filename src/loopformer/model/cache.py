@@ -1,6 +1,6 @@
 """The KV cache: keys and values of earlier tokens in one preallocated tensor per loop.
 
-cache = model.cache("4-2-1-1", rows=2)                # or a trajectory for each row
+cache = model.cache("2-1-2-3", rows=2)                # or a trajectory for each row
 hidden = model.extend(prompts, cache, counts=[5, 9])  # prompts padded at the end; hidden [B, T, D]
 hidden = model.extend(next_tokens, cache)             # one more token each
 

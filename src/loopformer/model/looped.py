@@ -1,7 +1,7 @@
 """LoopedLM: embed → loop → head. One class for every model of the paper.
 
     model = LoopedLM(ModelConfig(blocks=2, loops=4, width=128, heads=4, ffn=320, context=128, vocab=1024))
-    out = model(ids, Trajectory.parse("2-1-1"))      # ids [B, T]; None means uniform(L)
+    out = model(ids, Trajectory.parse("1-1-2"))      # ids [B, T]; None means uniform(L)
     out.logits, out.hidden                           # [B, T, V] and [B, T, D] after the final norm
 
 A model k⊗L is a Transformer of k blocks, the stack, that is applied M times to one state, with the same weights

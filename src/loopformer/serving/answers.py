@@ -113,10 +113,15 @@ class LensToken(AnswerBody):
 
 
 class LensLoop(AnswerBody):
-    """The most likely next tokens after a loop, and the time from 0 to 1 that the trajectory has reached."""
+    """The most likely next tokens after a loop, and the time from 0 to 1 that the trajectory has reached.
+
+    `trained` says whether the model was trained to predict there. If not, they are only what can be read from an
+    intermediate state. None: not known.
+    """
 
     loop: int
     time: float
+    trained: bool | None
     top: list[LensToken]
 
 
@@ -130,7 +135,8 @@ def lens_answer(served: Served, trajectory: Trajectory, rows: Sequence[Alternati
     loops = []
     for number, (row, start, step) in enumerate(zip(rows, trajectory.times, trajectory.steps, strict=True), 1):
         top = [LensToken(id=token, token=served.token_text(token), logprob=logprob) for token, logprob in row]
-        loops.append(LensLoop(loop=number, time=float(start + step), top=top))
+        trained = served.is_trained(trajectory, number)
+        loops.append(LensLoop(loop=number, time=float(start + step), trained=trained, top=top))
     return LensAnswer(model=served.name, trajectory=str(trajectory), loops=loops)
 
 

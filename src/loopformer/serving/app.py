@@ -232,6 +232,7 @@ def create_app(service: Service) -> FastAPI:
         "max_model_len": served.config.context,
         "loops": served.config.loops,
         "trajectory": str(served.default),
+        "tuned_to_answer": served.tuned_to_answer,
         "flops_per_token": [served.cost.forward_flops(budget) for budget in range(1, served.config.loops + 1)],
     }
 

@@ -186,7 +186,7 @@ class DepthBody(Body):
 
     model: str | None = None
     budget: int | None = Field(None, ge=1, description="Loops per token; the model's default without it.")
-    trajectory: str | None = Field(None, max_length=256, description="A schedule, such as 4-2-1-1.")
+    trajectory: str | None = Field(None, max_length=256, description="A schedule, such as 2-1-2-3.")
 
     def requested(self, served: Served) -> Trajectory:
         """The requested trajectory of the served model; another model is an error."""
@@ -388,6 +388,8 @@ class Served:
     value_bytes: int
     max_prompt: int
     max_output: int
+    trained_budgets: frozenset[int] | None = None  # None: not known
+    tuned_to_answer: bool | None = None  # None: not known
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -409,6 +411,16 @@ class Served:
             return resolve(value, self.config.loops)
         except LoopformerError as error:
             raise ApiError(str(error), param=field) from None
+
+    def is_trained(self, trajectory: Trajectory, loop: int) -> bool | None:
+        """Whether the model was trained to predict after a loop of a trajectory; None if that is not known.
+
+        After an earlier loop than the last the state is that of a smaller budget only if loops know nothing of the
+        trajectory. Otherwise it is an intermediate state.
+        """
+        if loop < trajectory.budget and self.config.conditioning not in ("none", "index"):
+            return False
+        return None if self.trained_budgets is None else loop in self.trained_budgets
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         last = min(self.config.vocab, self.tokenizer.vocab_size) - 1

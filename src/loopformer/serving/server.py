@@ -42,9 +42,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
-from loopformer.inference.chat import ChatTemplate
+from loopformer.inference.chat import ChatTemplate, was_tuned_to_answer
 from loopformer.loading import find_config
-from loopformer.loading.folder import resolve_model_path, run_folder_of
+from loopformer.loading.folder import resolve_model_path, run_folder_of, trained_budgets
 from loopformer.serving.app import PAGE_FILES, create_app
 from loopformer.serving.engine_process import EngineProcess
 from loopformer.serving.messages import EngineReady, WorkerSettings, log_as_json
@@ -151,8 +151,18 @@ async def started_app(
     engine = EngineProcess(settings.worker)
     try:
         ready = await engine.start()
-        name, value_bytes = _name(settings.worker.model), ready.value_bytes
-        served = Served(name, chat, ready.config, ready.default, value_bytes, max_prompt, max_output)
+        model = settings.worker.model
+        served = Served(
+            _name(model),
+            chat,
+            ready.config,
+            ready.default,
+            ready.value_bytes,
+            max_prompt,
+            max_output,
+            trained_budgets(model, ready.config),
+            was_tuned_to_answer(model),
+        )
         admission = Admission(ready.rows, settings.queue, ready.memory, settings.degrade)
         service = Service(engine, served, admission, settings.timeout, settings.log_prompts, metrics_text)
         hosts = LOOPBACK | {settings.host} if _is_loopback(settings.host) else None

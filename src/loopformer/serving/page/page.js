@@ -3,8 +3,8 @@
 //   server      requests, refusals, server-sent events; whether it is up, and its API key
 //   fields      what was typed, and what is wrong with it
 //   schedule    a bar of length 1, cut into steps whose borders move
-//   texts       continuations that stream side by side
-//   lens        the guess after each loop
+//   texts       a text per budget, with its time and compute as bars
+//   lens        the guesses at each budget, and after each loop of one pass
 //   curve       perplexity against compute
 
 const $ = (id) => document.getElementById(id);
@@ -12,7 +12,7 @@ const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 
 let card = null; // the model, as /v1/models describes it
 let fresh = false; // whether that was heard since the server last came up
-let schedule = [1]; // the weights of its steps, whole numbers
+let schedule = [1]; // the weights of the steps of the user's own schedule, whole numbers
 
 function make(tag, className, ...children) {
   const element = document.createElement(tag);
@@ -120,12 +120,14 @@ async function connect() {
   fresh = true;
   $("key-form").hidden = true;
   $("model").textContent = `${card.id} · 1 to ${loops(card.loops)} · ${card.max_model_len} tokens of context`;
-  for (const id of ["go", "measure-go", "budget", "trajectory", "equal"]) $(id).disabled = false;
+  $("untuned").hidden = card.tuned_to_answer !== false;
+  for (const id of ["go", "measure-go", "own"]) $(id).disabled = false;
   if (before?.loops === card.loops) return;
   $("budget").max = card.loops;
-  const besides = [...new Set([8, 4, 2, 1].map((part) => Math.ceil(card.loops / part)))];
-  $("beside").replaceChildren(...besides.map(besideBox));
+  $("budgets").replaceChildren(...usualBudgets().map(budgetBox));
   setSchedule(read(card.trajectory));
+  $("own").checked = !isEqual(card.trajectory);
+  showEditor();
 }
 
 function askForKey() {
@@ -173,10 +175,15 @@ function numberOf(id) {
   return $(id).value === "" ? undefined : Number($(id).value);
 }
 
-function besideBox(budget) {
+// 1, L/4, L/2 and L.
+function usualBudgets() {
+  return [...new Set([8, 4, 2, 1].map((part) => String(Math.ceil(card.loops / part))))];
+}
+
+function budgetBox(budget) {
   const box = make("input");
   Object.assign(box, { type: "checkbox", value: budget, checked: true });
-  return make("label", "", box, loops(budget));
+  return make("label", "", box, loops(Number(budget)));
 }
 
 // Schedule
@@ -190,10 +197,10 @@ function written(weights) {
   return new Set(weights).size === 1 ? String(weights.length) : weights.map((weight) => weight / common).join("-");
 }
 
-// "4" is four equal steps; "4-2-1-1", "0.5,0.25,0.25" and "1/2,1/4,1/4" are weights.
+// "4" is four equal steps; "2-1-2-3", "0.25,0.25,0.5" and "1/4,1/4,1/2" are weights.
 function read(text) {
   const plain = text.replace(/\s/g, "");
-  const form = new Refusal("Write weights, such as 4-2-1-1, or a number of equal steps.", 400, "trajectory");
+  const form = new Refusal("Write weights, such as 2-1-2-3, or a number of equal steps.", 400, "trajectory");
   const parts = plain.split(/[-,]/).map((part) => {
     if (!/^(\d+(\.\d{0,6})?|\d+\/\d+)$/.test(part)) throw form;
     const [top, bottom = "1"] = part.split("/");
@@ -207,6 +214,20 @@ function read(text) {
   const weights = parts.map(([top, bottom]) => (top * common) / bottom);
   if (parts.length === 1 || !weights.every((weight) => weight > 0 && Number.isSafeInteger(weight))) throw form;
   return weights;
+}
+
+function nameOf(trajectory) {
+  const budget = loops(read(trajectory).length);
+  return isEqual(trajectory) ? budget : `${budget}, ${trajectory}`;
+}
+
+// The user's own schedule, if there is one.
+function ownSchedule() {
+  return $("own").checked ? [written(read($("trajectory").value))] : [];
+}
+
+function showEditor() {
+  $("editor").hidden = !$("own").checked;
 }
 
 function setSchedule(weights, keepText = false) {
@@ -292,39 +313,49 @@ function typeSchedule(complain) {
 // Texts
 
 const MOST_BITS = 10; // of surprise, from which on a token has the full colour
-const GENERATION = ["prompt", "max_tokens", "temperature", "seed", "budget", "trajectory"];
+const SAMPLING = ["max_tokens", "temperature", "top_p", "seed"];
 let running = null; // what stops the texts that stream now
+let texts = []; // that are shown, those of fewer loops first
 let chosen = null; // the token under the lens
 
 async function generate() {
   stop();
   clearWrong($("ask"));
-  const fields = Object.fromEntries(GENERATION.map((name) => [name, name]));
   const own = running = new AbortController();
+  $("stop").disabled = false;
+  $("lens").hidden = true;
   try {
-    schedule = read($("trajectory").value);
     const common = { prompt: $("prompt").value, stream: true, logprobs: 0 };
-    for (const id of ["max_tokens", "temperature", "seed"]) common[id] = numberOf(id);
-    const mine = written(schedule);
-    const budgets = [...$("beside").querySelectorAll(":checked")].map((box) => box.value);
-    const all = [...new Set([...budgets, mine])].sort((a, b) => read(a).length - read(b).length);
-    $("no-texts").hidden = true;
-    $("stop").disabled = false;
-    chosen = null;
+    for (const id of SAMPLING) common[id] = numberOf(id);
+    common.seed ??= Math.floor(Math.random() * 1e6); // drawn here, as all texts share it
+    const budgets = [...$("budgets").querySelectorAll(":checked")].map((box) => box.value);
+    const trajectories = [...new Set([...budgets, ...ownSchedule()])];
+    if (trajectories.length === 0) throw new Refusal("Choose a budget.");
+    trajectories.sort((a, b) => read(a).length - read(b).length);
     const prompt = (await (await ask("tokenize", { prompt: common.prompt }, own.signal)).json()).tokens;
-    const texts = all.map((trajectory) => new Text(trajectory, common.prompt, prompt));
+    texts = trajectories.map((trajectory) => new Text(trajectory, common.prompt, prompt));
+    chosen = null;
+    $("lens-said").textContent = "Choose a token of a text.";
+    $("texts-hint").hidden = false;
     $("texts").replaceChildren(...texts.map((text) => text.element));
+    const inTurn = $("in-turn").checked;
+    $("texts-said").textContent = inTurn ? "The texts run in turn." : "The texts run all at once.";
+    $("sampling-said").textContent = describeSampling(common);
     const streams = texts.map((text) => () => text.stream(common, own.signal));
-    if ($("in-turn").checked) for (const stream of streams) await stream();
+    if (inTurn) for (const stream of streams) await stream();
     else await Promise.all(streams.map((stream) => stream()));
-    const first = texts[all.indexOf(mine)].tokens.querySelector(".token");
-    if (chosen === null && first) first.click();
+    $("texts-said").textContent = own.signal.aborted ? "Stopped." : takeaway(inTurn);
+    if (chosen === null) texts.at(-1).tokens.querySelector(".token")?.click();
   } catch (refusal) {
+    if (refusal.name === "AbortError") return;
     own.abort();
+    texts = [];
     $("texts").replaceChildren();
-    $("no-texts").hidden = false;
-    $("no-texts").textContent = "Nothing yet.";
-    say(refusal, fields, (message) => ($("no-texts").textContent = message));
+    $("texts-hint").hidden = true;
+    $("texts-said").textContent = "Nothing yet.";
+    $("sampling-said").textContent = "";
+    const fields = Object.fromEntries(["prompt", "trajectory", ...SAMPLING].map((id) => [id, id]));
+    say(refusal, fields, (message) => ($("texts-said").textContent = message));
   } finally {
     if (running === own) $("stop").disabled = true;
   }
@@ -335,31 +366,52 @@ function stop() {
   $("stop").disabled = true;
 }
 
+function describeSampling({ temperature = 1, top_p = 1, seed }) {
+  if (temperature === 0) return "Greedy: every token is the most likely one.";
+  return `Temperature ${temperature}, top-p ${top_p}, seed ${seed}. The same seed gives the same texts.`;
+}
+
+// What the bars show, in a sentence.
+function takeaway(inTurn) {
+  const [least, most] = [texts[0], texts.at(-1)];
+  const times = (ratio) => `${ratio.toFixed(1)} times`;
+  const slower = least.speed / most.speed;
+  if (texts.length === 1 || !Number.isFinite(slower)) return "Done.";
+  if (!inTurn) return "The texts shared the server, so their times are not those of a text alone.";
+  return `Per token, ${most.title.textContent} took ${times(slower)} as long as ${least.title.textContent}, for
+    ${times(most.flops / least.flops)} the compute.`;
+}
+
 class Text {
   constructor(trajectory, prompt, ids) {
     this.ids = [...ids]; // of prompt and text
     this.count = 0;
+    this.seconds = 0; // from the request to the last token
     this.held = ""; // text whose tokens are not drawn yet
     this.pending = []; // tokens without text: parts of a character
     this.title = make("h3");
+    this.time = new Bar("time");
+    this.compute = new Bar("compute");
     this.figures = make("p", "figures");
     this.tokens = make("p", "tokens", make("span", "prompt", prompt));
-    this.note = make("p", "note");
+    this.note = make("p", "note", "Waiting.");
     this.note.setAttribute("role", "status");
-    this.element = make("article", "card text", this.title, this.figures, this.tokens, this.note);
+    const facts = make("div", "facts", this.title, this.time.element, this.compute.element, this.figures);
+    this.element = make("article", "card text", facts, make("div", "", this.tokens, this.note));
     this.follow(trajectory);
     this.tokens.addEventListener("keydown", (event) => this.steer(event));
   }
 
   follow(trajectory) {
-    const budget = read(trajectory).length;
     this.trajectory = trajectory;
-    this.title.textContent = isEqual(trajectory) ? loops(budget) : `${loops(budget)}, ${trajectory}`;
-    this.flops = card.flops_per_token[budget - 1];
+    this.title.textContent = nameOf(trajectory);
+    this.flops = card.flops_per_token[read(trajectory).length - 1];
     this.measure();
   }
 
   async stream(common, signal) {
+    this.began = performance.now();
+    this.note.textContent = "";
     try {
       // Equal steps are asked for as a budget, which a busy server may lower.
       const depth = isEqual(this.trajectory) ? { budget: Number(this.trajectory) } : { trajectory: this.trajectory };
@@ -394,28 +446,39 @@ class Text {
       this.held = this.held.slice(shown.length);
       this.draw(shown, Math.exp(sum(parts.map((part) => part.logprob))), parts[0].place);
     }
-    const now = performance.now();
-    if (this.count === 0) this.began = { now, count: logprobs.tokens.length };
+    if (logprobs.tokens.length === 0) return; // the chunk before the first token
     this.count += logprobs.tokens.length;
-    this.speed = (1000 * (this.count - this.began.count)) / (now - this.began.now);
+    this.seconds = (performance.now() - this.began) / 1000;
     this.measure();
   }
 
+  // In tokens per second, the prompt included, so that it says what the bar of time says.
+  get speed() {
+    return this.count / this.seconds;
+  }
+
   draw(shown, probability, place) {
-    const token = make("span", "token", shown);
+    const word = shown.trimStart() || shown;
+    const token = make("span", "token", word);
     const tabIndex = this.tokens.querySelector(".token") ? -1 : 0; // the arrow keys lead on from the first
     Object.assign(token, { role: "button", tabIndex, ariaPressed: "false" });
     token.title = `probability ${probability.toPrecision(2)}`;
     token.style.setProperty("--surprise", Math.min(1, -Math.log2(probability) / MOST_BITS).toFixed(3));
     token.addEventListener("click", () => look(this, token, place));
-    this.tokens.append(token);
+    this.tokens.append(shown.slice(0, shown.length - word.length), token); // the space before it has no colour
   }
 
   measure() {
-    const speed = Number.isFinite(this.speed) ? this.speed.toFixed(0) : "–";
+    const speed = this.count ? this.speed.toFixed(0) : "–";
     const tokens = this.count === 1 ? "1 token" : `${this.count} tokens`;
-    const figures = [`${speed} tokens/s`, `${amount(this.flops)} per token`, tokens];
+    const figures = [tokens, `${speed} tokens/s`];
     this.figures.replaceChildren(...figures.map((figure) => make("span", "", figure)));
+    const longest = Math.max(...texts.map((text) => text.seconds));
+    const dearest = Math.max(...texts.map((text) => text.flops * text.count));
+    for (const text of texts) {
+      text.time.draw(text.seconds / longest, `${text.seconds.toFixed(2)} s`);
+      text.compute.draw((text.flops * text.count) / dearest, amount(text.flops * text.count));
+    }
   }
 
   steer(event) {
@@ -435,6 +498,20 @@ class Text {
   }
 }
 
+// A bar of a text. All bars of a name share a scale: the longest is full.
+class Bar {
+  constructor(name) {
+    this.fill = make("span", `fill ${name}`);
+    this.value = make("span", "value", "–");
+    this.element = make("p", "measure", make("span", "name", name), make("span", "track", this.fill), this.value);
+  }
+
+  draw(share, value) {
+    this.fill.style.width = `${100 * (share || 0)}%`;
+    this.value.textContent = share ? value : "–";
+  }
+}
+
 // Lens
 
 let looking = null; // what stops the look that is under way
@@ -445,29 +522,58 @@ async function look(text, token, place) {
   if (chosen) chosen.ariaPressed = "false";
   chosen = token;
   token.ariaPressed = "true";
-  const body = { prompt: text.ids.slice(0, place), trajectory: text.trajectory, top: 5 };
+  const prompt = text.ids.slice(0, place);
+  const full = String(card.loops);
+  const trajectories = [...new Set([...usualBudgets(), text.trajectory, full])];
+  trajectories.sort((a, b) => read(a).length - read(b).length);
   try {
-    const answer = await (await ask("lens", body, own.signal)).json();
-    $("lens").replaceChildren(...answer.loops.map((loop) => guesses(loop, text.ids[place])));
-    const came = visible(token.textContent);
-    $("lens-of").textContent = `In ${text.title.textContent}, where “${came}” came next: what can be read from
-      the state after each loop; early ones may still hold the token before. What came is bold.`;
+    const passes = new Map();
+    for (const trajectory of trajectories) {
+      const answer = await ask("lens", { prompt, trajectory, top: 5 }, own.signal);
+      passes.set(trajectory, (await answer.json()).loops);
+    }
+    const drawn = text.ids[place];
+    const predictions = [...passes].map(([trajectory, pass]) => ({ ...pass.at(-1), title: nameOf(trajectory) }));
+    const states = passes.get(full).map((state) => ({ ...state, title: `loop ${state.loop}` }));
+    showGuesses("lens-budgets", predictions, drawn, "not trained", {
+      all: "The model was trained to make each of these predictions.",
+      some: "The model was trained to make only some of these predictions.",
+      unknown: "Nothing says which of these predictions the model was trained to make.",
+    });
+    showGuesses("lens-loops", states, drawn, "intermediate", {
+      all: "The model was trained to make each of these predictions.",
+      some: `The model was trained to make only those marked as predictions. The others are intermediate states: they
+        may still hold the token just read.`,
+      unknown: "Nothing says after which loops the model was trained to predict.",
+    });
+    $("lens").hidden = false;
+    $("lens-said").textContent = `The next token where “${visible(token.textContent)}” came next in the text of
+      ${text.title.textContent}. It is bold where it is among the five most likely.`;
   } catch (refusal) {
-    say(refusal, {}, (message) => ($("lens-of").textContent = message));
+    say(refusal, {}, (message) => ($("lens-said").textContent = message));
   }
 }
 
-function guesses({ loop, time, top }, drawn) {
+// A card for each guess, and the sentence that is true of their training.
+function showGuesses(id, guesses, drawn, untrained, sentences) {
+  const trained = guesses.map((guess) => guess.trained);
+  const key = trained.includes(null) ? "unknown" : trained.every(Boolean) ? "all" : "some";
+  $(`${id}-said`).textContent = sentences[key];
+  $(id).replaceChildren(...guesses.map((guess) => guessCard(guess, drawn, untrained)));
+}
+
+function guessCard({ title, trained, top }, drawn, untrained) {
   const rows = top.map(({ id, token, logprob }) => {
     const percent = 100 * Math.exp(logprob);
     const bar = make("span", "bar");
     bar.style.width = `${percent}%`;
     const word = make("span", "word", visible(token));
-    const chance = make("span", "chance", `${percent.toFixed(1)} %`);
+    const chance = make("span", "chance", `${percent.toFixed(percent < 10 ? 1 : 0)} %`);
     return make("div", id === drawn ? "guess chosen" : "guess", bar, word, chance);
   });
-  const title = make("h3", "", `Loop ${loop}`, make("span", "", `to ${Number(time.toFixed(3))}`));
-  return make("li", "card", title, ...rows);
+  const kind = { true: "prediction", false: untrained, null: "" }[trained];
+  const heading = make("h4", "", title, make("span", "kind", kind));
+  return make("li", trained === false ? "card untrained" : "card", heading, ...rows);
 }
 
 const visible = (token) => token.replaceAll("\n", "⏎").replace(/^\s+$/, (blank) => "␣".repeat(blank.length));
@@ -475,16 +581,16 @@ const visible = (token) => token.replaceAll("\n", "⏎").replace(/^\s+$/, (blank
 // Curve
 
 const MOST_POINTS = 12;
-let points = []; // trajectory, budget, flops, perplexity; whether it is the schedule of the bar
+let points = []; // trajectory, budget, flops, perplexity; whether it is the user's own schedule
 
 async function measure() {
   clearWrong($("measure"));
-  if (!typeSchedule(true)) return;
+  if ($("own").checked && !typeSchedule(true)) return;
   const step = Math.max(1, card.loops / MOST_POINTS);
   const count = Math.min(card.loops, MOST_POINTS);
   const budgets = equal(count).map((_, index) => String(Math.round((index + 1) * step)));
-  const mine = written(schedule);
-  const schedules = new Set([...budgets, mine]);
+  const [mine] = ownSchedule();
+  const schedules = new Set([...budgets, ...ownSchedule()]);
   const prompt = $("text").value;
   let said = "";
   points = [];
@@ -502,7 +608,7 @@ async function measure() {
       points.push({ trajectory, budget, flops, perplexity, own: trajectory === mine });
       drawCurve();
       said = `Perplexity of ${card.id} on this text by number of loops: ${logprobs.length} tokens, each given those
-        before it. FLOPs per token are the mean over a full context. The ring is the schedule chosen above.`;
+        before it. FLOPs per token are the mean over a full context. ${mine ? "The ring is your own schedule." : ""}`;
     }
     $("curve-said").textContent = said;
   } catch (refusal) {
@@ -535,7 +641,7 @@ function drawCurve() {
     marks.push(shape("text", { x: x(value), y: height - 26, "text-anchor": "middle" }, value ? amount(value) : "0"));
   }
   marks.push(shape("text", { x: width - 16, y: height - 8, "text-anchor": "end" }, "compute per token"));
-  marks.push(shape("text", { x: 12, y: 18 }, "perplexity"));
+  marks.push(shape("text", { x: 12, y: 18 }, "perplexity (this axis does not start at 0)"));
   const line = points.filter((point) => isEqual(point.trajectory));
   const corners = line.map((point) => `${x(point.flops)},${y(point.perplexity)}`);
   marks.push(shape("polyline", { class: "path", points: corners.join(" ") }));
@@ -586,6 +692,7 @@ onSubmit("ask", generate);
 onSubmit("measure", measure);
 $("stop").addEventListener("click", stop);
 $("budget").addEventListener("input", () => setSchedule(equal(Number($("budget").value))));
+$("own").addEventListener("change", showEditor);
 $("equal").addEventListener("click", () => setSchedule(equal(schedule.length)));
 $("trajectory").addEventListener("input", () => typeSchedule(false));
 $("trajectory").addEventListener("change", () => typeSchedule(true));
