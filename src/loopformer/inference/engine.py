@@ -194,7 +194,7 @@ class Engine:
     def _prefill(self) -> None:
         """Run the prompts of waiting sequences, as many as there are slots for and the step's budget allows."""
         runner, scheduler = self.runner, self.scheduler
-        end = runner.prompt_tokens + scheduler.prefill_budget(runner)
+        end = runner.prompt_tokens + scheduler.prefill_token_limit(runner)
         self._finish_prefills(wait=False)
         while (tokens := end - runner.prompt_tokens) > 0:
             groups = scheduler.plan_prefills(runner, tokens)

@@ -289,7 +289,7 @@ class LoopedLM(nn.Module):
             return out
 
         with without_cudnn_attention():
-            x = self.run_loops(step, x, cache.passes, rotary, mask, None, self.random_initial_state(positions))
+            x = self.run_loops(step, x, cache.plan, rotary, mask, None, self.random_initial_state(positions))
         hidden: Tensor = self.final_norm(x)
         # Last, so that an error above leaves the lengths unchanged and the next call overwrites what was stored.
         cache.advance(counts)
