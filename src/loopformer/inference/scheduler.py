@@ -104,7 +104,7 @@ class Scheduler:
         return runner.prefill_chunk if is_decoding else IDLE_PREFILL_TOKENS
 
     def plan_prefills(self, runner: Runner, tokens: int) -> list[list[Sequence]]:
-        """The groups of waiting sequences to prefill now. Stops after the prompt that uses up the budget of tokens.
+        """The groups of waiting sequences to prefill now. Stops after the prompt that reaches the limit of tokens.
 
         The prompts of a group are run together, so they have about the same length.
         """
