@@ -192,7 +192,7 @@ class Engine:
         self.runner.free_except(running, waiting)
 
     def _prefill(self) -> None:
-        """Run the prompts of waiting sequences, as many as there are slots for and the step's budget allows."""
+        """Run the prompts of waiting sequences, as many as there are slots for and as a step may run."""
         runner, scheduler = self.runner, self.scheduler
         end = runner.prompt_tokens + scheduler.prefill_token_limit(runner)
         self._finish_prefills(wait=False)

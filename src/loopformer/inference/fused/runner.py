@@ -281,7 +281,7 @@ class FusedRunner(PromptRunner):
     def _admit(self, sequence: Sequence, kv: SequenceKV) -> None:
         # If this fails, the old state is still valid: only a free slot and this sequence's pages were written.
         length = len(sequence.request.prompt)
-        self._device = self._place(self._device or DeviceState(), sequence, kv, length, new_tokens=1)
+        self._device = self._assign_slot(self._device or DeviceState(), sequence, kv, length, new_tokens=1)
 
     # Decode.
 
@@ -319,7 +319,7 @@ class FusedRunner(PromptRunner):
         for sequence in sequences:
             cache, _ = prefill(self.model, [[*sequence.history[:-1]]], [sequence.trajectory])
             others = device.without({sequence.ticket})
-            device = self._place(others, sequence, cache.read(0), sequence.length - 1, len(sequence.ids))
+            device = self._assign_slot(others, sequence, cache.read(0), sequence.length - 1, len(sequence.ids))
         return device
 
     def _launch(
@@ -393,7 +393,7 @@ class FusedRunner(PromptRunner):
         for sequence in joining:
             rows[sequence.ticket] = rows[sequence.ticket]._replace(has_started=True)
 
-    def _place(
+    def _assign_slot(
         self, device: DeviceState, sequence: Sequence, kv: SequenceKV, length: int, new_tokens: int
     ) -> DeviceState:
         """Give a sequence with so many new tokens a slot, with the KV of `length` tokens."""
