@@ -88,7 +88,7 @@ def decode(model: LoopedLM, ids: Tensor, cache: KVCache, threshold: float) -> tu
     embedded, rotary = model.add_positions(model.tokens(ids), positions)
     start = model.random_initial_state(positions)
     x, taken, exited = embedded if start is None else start.expand_as(embedded), 0, False
-    for number, condition in enumerate(cache.passes.conditions):
+    for number, condition in enumerate(cache.plan.conditions):
         state = model.inject(x, embedded, condition, number)
         for index, (block, layer) in enumerate(zip(model.stack.typed_blocks(), cache.layers(number), strict=True)):
             modulation = None if condition.modulation is None else condition.modulation[:, index]
@@ -102,7 +102,7 @@ def decode(model: LoopedLM, ids: Tensor, cache: KVCache, threshold: float) -> tu
             layer.store(k if rotary is None else rotate(k, *rotary), v)
         if not exited:
             x, taken = state, taken + 1
-            if number + 1 < len(cache.passes.conditions):
+            if number + 1 < len(cache.plan.conditions):
                 logits = model.head(model.final_norm(x))[..., : model.config.vocab]
                 exited = float(logits.softmax(-1).amax()) > threshold
     cache.advance([1])

@@ -83,6 +83,35 @@ def test_any_tokens_continue_any_others(lm: LM, ids: list[int], data: st.DataObj
     )
 
 
+@pytest.mark.parametrize("make", [sentencepiece, wordpiece])
+@pytest.mark.parametrize("ending", ["", "[SEP]" * 9, "☕" * 9, " " * 40])
+def test_the_end_of_a_long_prompt_decides_what_follows_it(
+    make: Callable[[], tokenizers.Tokenizer], ending: str
+) -> None:
+    """Nothing else of it is decoded, unless its end has no text."""
+    tokenizer, decoded = Tokenizer(make().to_str()), []
+
+    class Counting:
+        eot = 0
+
+        def decode(self, ids: Sequence[int]) -> str:
+            decoded.append(len(ids))
+            return tokenizer.decode(ids)
+
+    prompt, new = tokenizer.encode(TEXT * 50 + ending), tokenizer.encode("its step, naïve")
+    stream, whole = TextStream(Counting(), after=prompt), TextStream(tokenizer)
+    whole.push(*prompt)
+    before = whole.text
+    for token in new:
+        stream.push(token)
+        whole.push(token)
+    stream.finish()
+    whole.finish()
+    assert whole.text[len(before) :] == stream.text
+    if not ending:
+        assert max(decoded) < 40 < len(prompt)
+
+
 @given(
     before=st.text("ab日", max_size=12),
     stop=st.text("ab日", min_size=1, max_size=4),

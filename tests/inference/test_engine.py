@@ -15,6 +15,7 @@ from options import OPTIONS, Option
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference import runner as runner_module
 from loopformer.inference import scheduler as scheduler_module
+from loopformer.inference import sequence as sequence_module
 from loopformer.inference.engine import Engine
 from loopformer.inference.kv_cache import slot_bytes
 from loopformer.inference.request import Request, Result
@@ -383,6 +384,25 @@ def test_memory_bounds_the_rows(lm: LM) -> None:
     assert (engine.rows, engine.memory_bytes) == (3, 3 * each + 1)
     with pytest.raises(LoopformerError, match="bytes of one row's keys"):
         lm.engine(memory=each - 1)
+
+
+def test_a_limit_on_the_memory_of_a_request_ends_its_text(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One function says how many positions a request reserves, and all else follows it."""
+    request = Request((5, 6, 7), Trajectory.uniform(2), max_tokens=20)
+
+    def run() -> tuple[Result, int]:
+        runner = PlainRunner(lm.model, 1)
+        engine = Engine(lm.model, lm.need_tokenizer(), runner)
+        ticket = engine.submit(request)
+        return finish(engine)[ticket], runner.slots.capacity
+
+    whole, _ = run()
+    assert len(whole.ids) == 20
+    monkeypatch.setattr(sequence_module, "kv_capacity", lambda prompt, new, context: min(10, prompt + new, context))
+    limited, capacity = run()
+    assert limited.ids == whole.ids[:8]  # the prompt, seven tokens that are run, and the last one
+    assert limited.reason == "context"
+    assert capacity == 10
 
 
 def test_a_cancelled_request_brings_what_came_before_and_nothing_after(lm: LM) -> None:

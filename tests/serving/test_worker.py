@@ -92,6 +92,7 @@ def test_what_warms_up_leaves_nothing_behind(lm: LM) -> None:
     warm_up(engine, [4, 2, 1])
     assert engine.idle
     assert engine.counts.new_tokens > 5
+    assert engine.counts.shared_tokens > 0  # prompts behind a cached prefix have graphs of their own
     ours, theirs = multiprocessing.Pipe()
     _Worker(lm, engine, theirs, heartbeat_seconds=1)._send()
     assert ours.recv() == ([], EngineStats())

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 REPLACEMENT_CHARACTER = "\ufffd"  # an incomplete UTF-8 character decodes to it
+MIN_CONTEXT_TOKENS = 8  # of a prompt; the text of the tokens that follow it depends on its last word alone
 
 
 class Detokenizer(Protocol):
@@ -36,9 +37,9 @@ class TextStream:
     def __init__(self, tokenizer: Detokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         """`after`: the tokens before the text."""
         self._tokenizer = tokenizer
-        self._window = tuple(after)  # the tokens that are decoded together
-        self._complete_count = len(after)  # how many tokens of the window have all their text in `_window_text`
-        self._window_text = tokenizer.decode(self._window) if after else ""  # the window's text that is not new
+        # The tokens that are decoded together, and the part of their text that is not new.
+        self._window, self._window_text = _last_words(tokenizer, after)
+        self._complete_count = len(self._window)  # how many tokens of the window have all their text there
         self._text = ""  # the text of all tokens after `after`, as far as no later token can change it
         self.shown = 0  # how many characters of the text have been returned
         self._stops = tuple(stop for stop in stops if stop)
@@ -110,6 +111,17 @@ class TextStream:
         piece = self._text[self.shown : end]
         self.shown = max(self.shown, end)
         return piece
+
+
+def _last_words(tokenizer: Detokenizer, ids: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    """The last tokens with some text, and this text. All of a long prompt takes long to decode."""
+    last, text = tuple(ids[-MIN_CONTEXT_TOKENS:]), ""
+    while last:
+        text = tokenizer.decode(last)
+        if len(last) == len(ids) or text.replace(REPLACEMENT_CHARACTER, "").strip():
+            break
+        last = tuple(ids[-8 * len(last) :])
+    return last, text
 
 
 def _find_stop_start(text: str, stop: str, start: int) -> int:

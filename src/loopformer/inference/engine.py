@@ -33,7 +33,7 @@ import torch
 from loopformer.device import device_context
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.detokenizer import Detokenizer
-from loopformer.inference.request import Choice, Event, Request
+from loopformer.inference.request import Choice, Event, Request, Sampling
 from loopformer.inference.scheduler import Scheduler
 from loopformer.inference.sequence import Progress, Sequence, Status
 from loopformer.model.looped import LoopedLM
@@ -192,9 +192,9 @@ class Engine:
         self.runner.free_except(running, waiting)
 
     def _prefill(self) -> None:
-        """Run the prompts of waiting sequences, as many as there are slots for and the step's budget allows."""
+        """Run the prompts of waiting sequences, as many as there are slots for and as a step may run."""
         runner, scheduler = self.runner, self.scheduler
-        end = runner.prompt_tokens + scheduler.prefill_budget(runner)
+        end = runner.prompt_tokens + scheduler.prefill_token_limit(runner)
         self._finish_prefills(wait=False)
         while (tokens := end - runner.prompt_tokens) > 0:
             groups = scheduler.plan_prefills(runner, tokens)
@@ -280,24 +280,33 @@ def generate(model: LoopedLM, tokenizer: Detokenizer, requests: list[Request], r
 def warm_up(engine: Engine, budgets: list[int]) -> None:
     """Run prompts of every length at these budgets, and every number of rows, as one row after the other ends.
 
-    A GPU compiles kernels and records graphs at first use; without this the first requests would wait for it.
+    A GPU compiles kernels and records graphs at first use. Without this the first requests would wait for it, and
+    so would all that run beside them.
     """
-    config = engine.model.config
+    config, page = engine.model.config, engine.runner.share_tokens
     longest = max(1, config.context - 1)  # in chunks where the context is longer than one
     sizes = sorted({longest, *(min(2**power, longest) for power in range(5, 10))})
     firsts = cycle(range(config.vocab))  # different first tokens, so that no prompt finds a cached prefix
 
-    def submit(budget: int, size: int, most: int) -> None:
-        prompt = (next(firsts), *[0] * (size - 1))
+    def make_prompt(size: int) -> tuple[int, ...]:
+        return (next(firsts), *[0] * (size - 1))
+
+    def submit(budget: int, prompt: tuple[int, ...], most: int, temperature: float = 0.0) -> None:
         with suppress(LoopformerError):  # one that can never fit into the memory that there is
-            trajectory = Trajectory.uniform(budget)
-            engine.submit(Request(prompt, trajectory, max_tokens=min(most, config.context - size + 1)))
+            trajectory, sampling = Trajectory.uniform(budget), Sampling(temperature)
+            most = min(most, config.context - len(prompt) + 1)
+            engine.submit(Request(prompt, trajectory, sampling, max_tokens=most))
 
     for budget in (max(budgets), 1):
         for number in range(engine.rows):
-            submit(budget, sizes[0], 4 + number)
+            submit(budget, make_prompt(sizes[0]), 4 + number)
         list(engine.run())
     for budget in budgets:
         for size in sizes:
-            submit(budget, size, 2)
+            submit(budget, make_prompt(size), 2)
+            list(engine.run())
+        # The same behind a cached prefix. A row that runs alone has another graph where its tokens are sampled.
+        prefix = make_prompt(page)
+        for size in [1, *sizes] if page else []:
+            submit(budget, (*prefix, *make_prompt(min(size, longest - page))), 2, temperature=1.0)
             list(engine.run())

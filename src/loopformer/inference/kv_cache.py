@@ -339,7 +339,7 @@ class SlotPool(KVCache):
         loops = zip(self._conditions, counts, strict=False)
         conditions = [condition.at(slice(count)) for condition, count in loops]
         mixed = counts[-1] < counts[0]
-        self.passes = LoopPlan(counts, conditions, list(range(len(rows))) if mixed else None)
+        self.plan = LoopPlan(counts, conditions, list(range(len(rows))) if mixed else None)
         return [slot.ticket for slot in rows]
 
     def _budget(self, index: int) -> int:

@@ -124,7 +124,11 @@ class Choice(NamedTuple):
 
 
 def kv_capacity(prompt_tokens: int, max_tokens: int, context: int) -> int:
-    """The positions of the KV cache that a request reserves. A limit on its memory belongs here."""
+    """The positions of the KV cache that a request reserves, at least those of its prompt.
+
+    A limit on the memory of a request belongs here. Its text ends where the positions do. Runners and the server's
+    admission take the number from here alone.
+    """
     return min(context, prompt_tokens + max_tokens)
 
 

@@ -319,7 +319,7 @@ class PlainRunner(PromptRunner):
         self.blocks.free_except({SLOTS})  # blocks that an interrupted `_cache_prompt` left
         self._drop_partial_except(tickets)
         self._finished = tuple(
-            [output for output in self._finished if any(one.ticket in tickets for one in output.sequences)]
+            [output for output in self._finished if any(each.ticket in tickets for each in output.sequences)]
         )
 
     def _admit(self, sequence: Sequence, kv: SequenceKV) -> None:

@@ -3,7 +3,7 @@
 scheduler = Scheduler(queue=64)
 scheduler.add(sequence)                          # Busy when the queue is full
 scheduler.running, scheduler.waiting             # in the order of arrival
-groups = scheduler.plan_prefills(runner, scheduler.prefill_budget(runner))
+groups = scheduler.plan_prefills(runner, scheduler.prefill_token_limit(runner))
 
 Every running sequence gets a token at every step; there is no preemption. Clients take turns: a waiting sequence
 has the turn after the last one of its client, but no earlier turn than the one that is served now. So a client that
@@ -98,13 +98,13 @@ class Scheduler:
             clients = {sequence.request.client for sequence in self.sequences}
             self._next_turns = {client: turn for client, turn in self._next_turns.items() if client in clients}
 
-    def prefill_budget(self, runner: Runner) -> int:
+    def prefill_token_limit(self, runner: Runner) -> int:
         """How many prompt tokens the next step may run."""
         is_decoding = any(sequence.status is Status.RUNNING for sequence in self.sequences)
         return runner.prefill_chunk if is_decoding else IDLE_PREFILL_TOKENS
 
     def plan_prefills(self, runner: Runner, tokens: int) -> list[list[Sequence]]:
-        """The groups of waiting sequences to prefill now. Stops after the prompt that uses up the budget of tokens.
+        """The groups of waiting sequences to prefill now. Stops after the prompt that reaches the limit of tokens.
 
         The prompts of a group are run together, so they have about the same length.
         """
@@ -144,7 +144,7 @@ class Scheduler:
             for sequence, turn in zip(sequences, turns, strict=True):
                 sequence.turn = turn
         # Prompts that were begun come first: they may hold pages that the others wait for.
-        return sorted(waiting, key=lambda one: (one.started_at is None, one.turn, _own_deadline(one)))
+        return sorted(waiting, key=lambda each: (each.started_at is None, each.turn, _own_deadline(each)))
 
 
 def _own_deadline(sequence: Sequence) -> float:

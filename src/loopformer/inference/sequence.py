@@ -7,7 +7,8 @@ event = sequence.event_since(sequence.initial)      # the text and tokens since 
 Tokens and text change by one assignment: `append`, `fail` and `cancel` compute the next state first and assign it
 last. So after an error or Ctrl-C at any moment a sequence is as it was before the call or as it is after it.
 
-A new rule for when a text ends belongs in `_find_end` (by tokens) or in `TextStream._cut_at_stop` (by text).
+A new rule for when a text ends belongs in `_find_end` (by tokens) or in `TextStream._cut_at_stop` (by text). A
+limit on the memory of a sequence belongs in `kv_capacity` (request.py).
 """
 
 from __future__ import annotations
@@ -71,10 +72,9 @@ class Sequence:
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else int(seed)
         self.has_failed = False  # whether its work failed at the last try
-        # Positions to reserve in the KV cache.
         self.kv_capacity = kv_capacity(len(request.prompt), request.max_tokens, config.context)
-        # The most tokens that can be generated. The last one is never run, so it needs no room in the context.
-        self.max_new_tokens = min(request.max_tokens, config.context - len(request.prompt) + 1)
+        # The last token is never run, so it needs no position in the KV cache.
+        self.max_new_tokens = min(request.max_tokens, self.kv_capacity - len(request.prompt) + 1)
         self._prefilled = 0  # the most tokens of its prompt that were run in chunks
         self._end_token = tokenizer.eot
         self.initial = Progress(TextStream(tokenizer, request.stops, after=request.prompt))

@@ -79,7 +79,7 @@ class KVCache:
         """`weight` is the model's token embedding: it identifies the model, and sets device and dtype."""
         if not 1 <= capacity <= config.context:
             raise LoopformerError(f"A cache holds 1 to {config.context} tokens (the context), not {capacity}.")
-        self.trajectories, self.passes, self.capacity, self._weight = tuple(trajectories), plan, capacity, weight
+        self.trajectories, self.plan, self.capacity, self._weight = tuple(trajectories), plan, capacity, weight
         self.lengths = [0] * len(trajectories)
         self._order = list(range(len(trajectories))) if plan.order is None else plan.order
         self._blocks, self._shape = config.blocks, (config.heads, capacity, config.head_width)
@@ -131,7 +131,7 @@ class KVCache:
 
     def layers(self, loop: int) -> list[LayerKV]:
         """Where the blocks of a loop store the new tokens, at the positions of the last `positions_and_mask`."""
-        rows, positions = self.passes.rows[loop], self._positions
+        rows, positions = self.plan.rows[loop], self._positions
         if len(positions) > 1:
             first = self._order[:rows]  # positions are in the caller's order, keys in the plan's
             in_order = first == list(range(rows))

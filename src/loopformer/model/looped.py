@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopformer.config.model import ModelConfig
+from loopformer.device import to_device_async
 from loopformer.errors import LoopformerError
 from loopformer.model.block import EPSILON, RMSNorm, Rotary, Stack, rotary_angles
 from loopformer.model.cache import KVCache, LoopPlan
@@ -214,8 +215,8 @@ class LoopedLM(nn.Module):
         if plan.order is not None:
             # Longest trajectories first: active rows are then always a prefix, and finished rows are cut off the
             # end without copying the others.
-            order = plan.order
-            unsort = torch.tensor(order, device=x.device).argsort()
+            order = to_device_async(plan.order, x.device)  # a list as an index would wait for a GPU at each use
+            unsort = order.argsort()
             x, start, mask = x[order], _select_rows(start, order), _select_rows(mask, order)
             rotary = _select_rotary_rows(rotary, order)
         embedded, x = x, x if start is None else start.to(x.dtype).expand_as(x)
@@ -289,7 +290,7 @@ class LoopedLM(nn.Module):
             return out
 
         with without_cudnn_attention():
-            x = self.run_loops(step, x, cache.passes, rotary, mask, None, self.random_initial_state(positions))
+            x = self.run_loops(step, x, cache.plan, rotary, mask, None, self.random_initial_state(positions))
         hidden: Tensor = self.final_norm(x)
         # Last, so that an error above leaves the lengths unchanged and the next call overwrites what was stored.
         cache.advance(counts)
@@ -372,12 +373,12 @@ def without_cudnn_attention() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def _select_rows(x: Tensor | None, rows: list[int] | slice) -> Tensor | None:
+def _select_rows(x: Tensor | None, rows: Tensor | slice) -> Tensor | None:
     """Some rows of x. A tensor with a single row is shared by all rows and returned as it is."""
     return x if x is None or len(x) == 1 else x[rows]
 
 
-def _select_rotary_rows(rotary: Rotary | None, rows: list[int] | slice) -> Rotary | None:
+def _select_rotary_rows(rotary: Rotary | None, rows: Tensor | slice) -> Rotary | None:
     if rotary is None or len(rotary[0]) == 1:
         return rotary
     return rotary[0][rows], rotary[1][rows]

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import multiprocessing
 import os
@@ -95,6 +96,7 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
             logger.exception("The model could not be loaded.")
         connection.send(str(error) or type(error).__name__)
         return
+    gc.freeze()  # otherwise a full collection visits every module, which stops all requests for a fifth of a second
     weight = lm.model.tokens.weight
     (default,) = lm.trajectories(1)
     connection.send(

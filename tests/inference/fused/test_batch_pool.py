@@ -6,7 +6,9 @@ The kernels run on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 import copy
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -91,6 +93,21 @@ def test_a_side_stream_belongs_to_its_own_device(monkeypatch: pytest.MonkeyPatch
     stream.decode_waits()
     stream.wait_for_decode()
     assert waits == [("decode on cuda:1", "prompts on cuda:1"), ("prompts on cuda:1", "decode on cuda:1")]
+
+
+def test_threads_get_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow_stream(device: int) -> object:
+        time.sleep(0.05)
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", slow_stream)
+    graphs._make_stream.cache_clear()
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            streams = list(threads.map(lambda _: graphs._stream_of(0, "prompts"), range(4)))
+    finally:
+        graphs._make_stream.cache_clear()
+    assert len(set(map(id, streams))) == 1
 
 
 def test_errors_say_what_fast_cannot_do(lm: LM) -> None:

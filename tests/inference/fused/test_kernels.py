@@ -3,6 +3,10 @@
 import math
 import os
 import random
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +16,9 @@ from loopformer.inference.request import Choice, Draw, Sampling
 from loopformer.inference.sampling import hashed_seed, kernel_settings, sample
 
 pytest.importorskip("triton")
+from loopformer.inference.fused import kernels
 from loopformer.inference.fused.kernels import choice_kernel
+from loopformer.training.fused import kernels as training_kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -103,3 +109,19 @@ def test_nan_shows_and_leaves_other_rows_alone() -> None:
         assert good.token == sample(logits[:1], draws[:1])[0].token
         assert all(math.isnan(choice.logprob) for choice in bad)
         assert all(0 <= choice.token < 20 for choice in bad)
+
+
+def test_every_launch_compiles_for_an_h100(tmp_path: Path) -> None:
+    """In a process without the interpreter, which accepts what the compiler refuses."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_kernels.py"))],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    sources = [kernels.__file__, training_kernels.__file__]
+    names = [name for source in sources for name in re.findall(r"def (\w+_kernel)\(", Path(source).read_text())]
+    assert run.stdout.split() == sorted(names)

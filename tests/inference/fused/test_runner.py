@@ -12,8 +12,8 @@ import torch
 from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory, load
 from loopformer.device import synchronise
 from loopformer.inference.engine import Engine
-from loopformer.inference.request import Request, Result, Sampling
-from loopformer.inference.runner import PlainRunner
+from loopformer.inference.request import Choice, Request, Result, Sampling
+from loopformer.inference.runner import PlainRunner, Runner
 from loopformer.model.conditioning import Condition
 
 from ..models import spread
@@ -238,6 +238,37 @@ def test_drawn_texts_are_those_of_the_plain_path(model: LoopedLM, rows: int) -> 
     same(found[:rows], plain)
     assert len({one.ids for one in found}) == rows + 1  # not the most likely ones
     same(finished(Engine(model, EndlessLetters(), runner), requests), plain)  # in slots that were others'
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_alternatives_are_those_of_the_plain_path(model: LoopedLM, together: bool) -> None:
+    """Whether the next token is chosen in a graph, for a single row, or on the host because of a penalty."""
+    draws = [(Sampling(), 3), (Sampling(temperature=1.2, seed=1), 2), (Sampling(), 0)]
+    draws.append((Sampling(repetition_penalty=1.5), 4))
+    requests = [
+        Request((3, 1, 4), Trajectory.uniform(2), sampling, max_tokens=4, alternatives=count)
+        for sampling, count in draws
+    ]
+
+    def choices(runner: Runner) -> list[list[Choice]]:
+        engine = Engine(model, EndlessLetters(), runner)
+        by_ticket: dict[int, list[Choice]] = {}
+        for batch in [requests] if together else [[request] for request in requests]:
+            by_ticket |= {engine.submit(request): [] for request in batch}
+            for event in engine.run():
+                by_ticket[event.ticket] += event.choices
+        return list(by_ticket.values())
+
+    fused, plain = choices(runner_of(model)), choices(PlainRunner(model, 3))
+    for request, found, wanted in zip(requests, fused, plain, strict=True):
+        assert [one.token for one in found] == [one.token for one in wanted]
+        assert all(len(one.alternatives) == request.alternatives for one in found)
+        torch.testing.assert_close(
+            torch.tensor([one.alternatives for one in found]),
+            torch.tensor([one.alternatives for one in wanted]),
+            atol=1e-4,
+            rtol=1e-4,
+        )
 
 
 class Faulty:

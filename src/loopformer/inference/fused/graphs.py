@@ -48,6 +48,7 @@ from torch import Tensor
 from loopformer.device import device_context
 
 RECORDING = Lock()  # capture streams are process-wide: capture one graph at a time
+STREAMS = Lock()  # otherwise two threads could get two streams for one purpose, and wait for the wrong one
 
 
 class SideStream:
@@ -124,9 +125,14 @@ class HostCopy:
         return self._tensor
 
 
-@lru_cache
 def _stream_of(device: int, purpose: str) -> torch.cuda.Stream:
     """One stream for each purpose, because libraries allocate workspaces for each stream."""
+    with STREAMS:
+        return _make_stream(device, purpose)
+
+
+@lru_cache
+def _make_stream(device: int, purpose: str) -> torch.cuda.Stream:
     make: Any = torch.cuda.Stream
     stream: torch.cuda.Stream = make(device)
     return stream

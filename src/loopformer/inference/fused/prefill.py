@@ -44,7 +44,7 @@ class DevicePositionsCache(KVCache):
         )
         plan = model.plan_loops(trajectory, 1)
         # Copies, because the graph reads them at each replay, and each prompt writes its own conditions there.
-        self.passes = LoopPlan(plan.rows, [condition.map(torch.clone) for condition in plan.conditions], None)
+        self.plan = LoopPlan(plan.rows, [condition.map(torch.clone) for condition in plan.conditions], None)
         self.loops = list(kv[: trajectory.budget])
         self._device_start, self._device_count = start, count
 
@@ -104,12 +104,9 @@ class PromptGraphs:
         graph.ids[:, :count] = ids
         graph.ids[:, count:] = ids[:, :1]  # padding: any token of the vocabulary
         # The graph was recorded for a budget. The prompt's own trajectory comes in by its conditions.
-        recorded, conditions = (
-            [tensor for condition in conditions for tensor in condition.tensors]
-            for conditions in (graph.conditions, cache.passes.conditions)
-        )
-        if recorded:
-            torch._foreach_copy_(recorded, conditions)
+        recorded, own = _tensors(graph.conditions), _tensors(cache.plan.conditions)
+        if recorded:  # none in an unconditioned model
+            torch._foreach_copy_(recorded, own)
         kv = self._kv[:budget, :, :, 0]  # [M, k, 2, H, context and spare, D/H]
         if start:
             self._start.fill_(start)
@@ -138,5 +135,10 @@ class PromptGraphs:
                 self._graph_memory = self._graph_memory or torch.cuda.graph_pool_handle()
                 # A purpose of its own, because these graphs run at the same time as those of decoding.
                 replay = record(ids.device, launch, [], "prompts", self._graph_memory).replay
-            self._graphs[budget, tokens, is_first_chunk] = PromptGraph(ids, cache.passes.conditions, hidden, replay)
+            self._graphs[budget, tokens, is_first_chunk] = PromptGraph(ids, cache.plan.conditions, hidden, replay)
         return self._graphs[budget, tokens, is_first_chunk]
+
+
+def _tensors(conditions: list[Condition]) -> list[Tensor]:
+    """All tensors of the conditions of some loops."""
+    return [tensor for condition in conditions for tensor in condition.tensors]

@@ -174,7 +174,8 @@ class FusedRunner(PromptRunner):
         return self.blocks.pages_needed(sequence.trajectory.budget, sequence.kv_capacity, prefix)
 
     def free_except(self, running: list[Sequence], waiting: list[Sequence]) -> None:
-        running_tickets, waiting_tickets = ({one.ticket for one in group} for group in (running, waiting))
+        running_tickets = {sequence.ticket for sequence in running}
+        waiting_tickets = {sequence.ticket for sequence in waiting}
         if self._device is not None and (gone := self._device.rows.keys() - running_tickets):
             self._device = self._device.without(gone)
         # Count cancelled prefills until they finish, so that the in-flight limit holds.
@@ -280,7 +281,7 @@ class FusedRunner(PromptRunner):
     def _admit(self, sequence: Sequence, kv: SequenceKV) -> None:
         # If this fails, the old state is still valid: only a free slot and this sequence's pages were written.
         length = len(sequence.request.prompt)
-        self._device = self._place(self._device or DeviceState(), sequence, kv, length, new_tokens=1)
+        self._device = self._assign_slot(self._device or DeviceState(), sequence, kv, length, new_tokens=1)
 
     # Decode.
 
@@ -293,7 +294,8 @@ class FusedRunner(PromptRunner):
             undelivered = (self._device or DeviceState()).undelivered(sequences)
         # None until the last line: after an exception the next step runs the tokens of every sequence again.
         device, self._device = self._device or DeviceState(), None
-        device = self._run_again(device, [one for one in sequences if undelivered[one.ticket] is None])
+        out_of_sync = [sequence for sequence in sequences if undelivered[sequence.ticket] is None]
+        device = self._run_again(device, out_of_sync)
         given = {ticket: tokens or [] for ticket, tokens in undelivered.items()}
         rows = {sequence.ticket: device.rows[sequence.ticket] for sequence in sequences}
         pending = list(device.pending)
@@ -317,7 +319,7 @@ class FusedRunner(PromptRunner):
         for sequence in sequences:
             cache, _ = prefill(self.model, [[*sequence.history[:-1]]], [sequence.trajectory])
             others = device.without({sequence.ticket})
-            device = self._place(others, sequence, cache.read(0), sequence.length - 1, len(sequence.ids))
+            device = self._assign_slot(others, sequence, cache.read(0), sequence.length - 1, len(sequence.ids))
         return device
 
     def _launch(
@@ -385,11 +387,13 @@ class FusedRunner(PromptRunner):
         awaited = {row.budget for row in active} - beginning
         joining = [sequence for sequence in new if sequence.trajectory.budget not in awaited]
         if joining:
-            self._batch.start_tokens({rows[one.ticket].slot: (one.ids[-1], one.cached_length) for one in joining})
+            self._batch.start_tokens(
+                {rows[sequence.ticket].slot: (sequence.ids[-1], sequence.cached_length) for sequence in joining}
+            )
         for sequence in joining:
             rows[sequence.ticket] = rows[sequence.ticket]._replace(has_started=True)
 
-    def _place(
+    def _assign_slot(
         self, device: DeviceState, sequence: Sequence, kv: SequenceKV, length: int, new_tokens: int
     ) -> DeviceState:
         """Give a sequence with so many new tokens a slot, with the KV of `length` tokens."""
@@ -429,9 +433,7 @@ def _draw(sequence: Sequence, new_tokens: int, given: Mapping[int, list[Choice]]
     """What decides the next token of a sequence that has so many new tokens on the device."""
     request = sequence.request
     history: tuple[int, ...] = ()
-    if (
-        request.sampling.repetition_penalty != 1
-    ):  # then nothing is pending (`_is_far_ahead`): the history is complete
+    if request.sampling.repetition_penalty != 1:  # then nothing is pending (`_is_far_ahead`), so this is all
         history = (*sequence.history, *[choice.token for choice in given[sequence.ticket]])
     position = len(request.prompt) + new_tokens
     return Draw(request.sampling, sequence.seed, position, history, request.alternatives)
