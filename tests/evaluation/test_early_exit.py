@@ -148,7 +148,7 @@ def test_flops_are_those_that_were_stored() -> None:
         2187853824.0,
         3560964096.0,
     ]
-    assert early_exit_flops(cost, 8, 8) == cost.forward_flops(8) + 7 * 2 * cost.head_products
+    assert early_exit_flops(cost, 8, 8) == cost.forward_flops(8) + 7 * 2 * cost.head_matmul_params
 
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:

@@ -113,10 +113,10 @@ def early_exit_flops(
 
     The sum has three parts: a forward pass of the loops it takes, the head once more after each of them to check
     for an exit (not after the last loop of the budget), and in the remaining loops only keys and values, with the
-    adapter's product where the model has one.
+    adapter's matmul where the model has one.
     """
     config = cost.config
     loops = config.loops if budget is None else budget
-    exit_checks = min(taken, loops - 1) * 2 * cost.head_products
-    keys_and_values = config.blocks * 2 * (2 * config.width**2) + 2 * cost.adapter_products
+    exit_checks = min(taken, loops - 1) * 2 * cost.head_matmul_params
+    keys_and_values = config.blocks * 2 * (2 * config.width**2) + 2 * cost.adapter_matmul_params
     return cost.forward_flops(taken, context, causal) + exit_checks + (loops - taken) * keys_and_values
