@@ -136,10 +136,10 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         plan = self._plan_loops(past_key_values, self.resolve(budget, trajectory), len(x))
         positions = self._positions(x, attention_mask, past_key_values)
         position_ids = positions if position_ids is None else position_ids
-        last, context = int(position_ids.max()), self.model.config.context
+        length, context = int(position_ids.max()) + 1, self.model.config.context
         require(
-            last < context,
-            f"The sequence has {last + 1} tokens but the context is {context}; shorten it or ask for fewer.",
+            length <= context,
+            f"The sequence has {length} tokens but the context is {context}; shorten it or generate fewer.",
         )
         mask = create_causal_mask(config, x, attention_mask, past_key_values)
 
