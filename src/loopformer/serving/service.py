@@ -282,12 +282,13 @@ class Service:
         self.engine, self.served, self.admission = engine, served, admission
         self.metrics = ServerMetrics(served.name, engine, admission)
         engine.on_stats, engine.on_loss = self.metrics.record, self.metrics.restarts.inc
-        self.metrics_text = metrics_text or self._own_metrics_text
+        self._metrics_text = metrics_text
         self.is_draining = False
         self.timeout, self._log_prompts = timeout, log_prompts
 
-    async def _own_metrics_text(self) -> bytes:
-        return generate_latest(self.metrics.registry)
+    async def metrics_text(self) -> bytes:
+        """The answer to /metrics, as Prometheus text."""
+        return generate_latest(self.metrics.registry) if self._metrics_text is None else await self._metrics_text()
 
     @asynccontextmanager
     async def generate(self, job: Job, path: str, stream: bool) -> AsyncIterator[Generation]:
