@@ -147,12 +147,8 @@ class Admission:
         if (is_full or has_too_many) and self.in_flight > 0:
             seconds = FIRST_REQUEST_SECONDS if self._seconds is None else self._seconds
             wait = seconds_to_wait(max(0, self.in_flight - self.rows), self.rows, seconds)
-            code, reason = "server_busy", "The server is busy"
-            if not is_full:
-                code, reason = (
-                    "client_busy",
-                    f"You have {self.by_client[client]} texts in flight, which is your share",
-                )
+            share = f"You have {self.by_client[client]} texts in flight, which is your share"
+            code, reason = ("server_busy", "The server is busy") if is_full else ("client_busy", share)
             raise ApiError(f"{reason}; try again in {wait} s.", 429, code, **{"retry-after": str(wait)})
         self.in_flight += texts
         self.by_client[client] += texts
