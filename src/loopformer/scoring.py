@@ -142,16 +142,14 @@ class TrajectoryTree:
 
     def run(self, ids: Tensor) -> Iterator[tuple[Trajectory, Tensor]]:
         """Each trajectory with the hidden states [B, T, D] of ids [B, T] after its last loop."""
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        yield from self.run_from(*self.model.embed(ids), self.model.random_initial_state(positions))
+        yield from self.run_from(*self.model.embed(ids))
 
     @torch.no_grad()
     def run_from(
-        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, start: Tensor | None = None
+        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, start: Tensor
     ) -> Iterator[tuple[Trajectory, Tensor]]:
-        """As `run`, from embeddings x [B, T, D]. `start` is the state before the first loop, by default `x`."""
-        first = x if start is None else start.to(x.dtype).expand_as(x)
-        path: list[Tensor] = [first]  # path[i]: the state after i steps of the previous trajectory
+        """As `run`, from embeddings x [B, T, D] and the state before the first loop [B, T, D]."""
+        path = [start]  # path[i]: the state after i steps of the previous trajectory
         previous: tuple[Fraction, ...] = ()
         for trajectory in self.trajectories:
             del path[1 + common_prefix(previous, trajectory.steps) :]  # frees the states of finished branches
@@ -205,8 +203,8 @@ class PackedBatch:
         """Tokens that run through the model, without padding."""
         return sum(map(len, self.packs))
 
-    def embed(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor | None]:
-        """The embeddings [B, T, D], angles, mask and random initial state. Rows of a pack are independent."""
+    def embed(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor]:
+        """The embeddings [B, T, D], angles, mask and initial state. Rows of a pack are independent."""
         ids, owners = list[Tensor](), list[Tensor]()
         for pack in self.packs:
             ids.append(torch.tensor([*pack.prefix, *chain(*pack.suffixes)]))
@@ -222,7 +220,7 @@ class PackedBatch:
             positions = (visible.sum(-1) - 1).clamp(max=model.config.context - 1)
             mask = visible[:, None]  # [B, 1, T, T]
         x, rotary = model.add_positions(model.tokens(tokens), positions)
-        return x, rotary, mask, model.random_initial_state(positions)
+        return x, rotary, mask, model.initial_state(x, positions)
 
 
 def plan_batches(

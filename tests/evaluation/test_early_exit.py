@@ -86,8 +86,7 @@ def decode(model: LoopedLM, ids: Tensor, cache: KVCache, threshold: float) -> tu
     """
     positions, mask = cache.positions_and_mask(1)
     embedded, rotary = model.add_positions(model.tokens(ids), positions)
-    start = model.random_initial_state(positions)
-    x, taken, exited = embedded if start is None else start.expand_as(embedded), 0, False
+    x, taken, exited = model.initial_state(embedded, positions), 0, False
     for number, condition in enumerate(cache.passes.conditions):
         state = model.inject(x, embedded, condition, number)
         for index, (block, layer) in enumerate(zip(model.stack.typed_blocks(), cache.layers(number), strict=True)):

@@ -49,9 +49,7 @@ def early_exit(
     check_threshold(threshold)
     model.check(ids)
     trajectory = model.resolve(trajectory, beyond)
-    embedded, rotary, mask = model.embed(ids)  # [B, T, D]
-    initial = model.random_initial_state(torch.arange(ids.shape[1], device=ids.device)[None])
-    x = embedded if initial is None else initial.to(embedded.dtype).expand_as(embedded)  # [B, T, D]
+    embedded, rotary, mask, x = model.embed(ids)  # embedded and x: [B, T, D]
     exited = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     loops, predictions = (torch.zeros(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
     logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)

@@ -145,10 +145,8 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
 
         x, rotary = self.model.add_positions(x, position_ids)
         states = [x] if _argument_or(output_hidden_states, config.output_hidden_states) else None
-        initial = self.model.random_initial_state(position_ids, input_ids)
-        x = self.model.run_loops(
-            partial(self._run_loop, past_key_values, states, maps), x, plan, rotary, mask, None, initial
-        )
+        step = partial(self._run_loop, past_key_values, states, maps)
+        x = self.model.run_loops(step, x, self.model.initial_state(x, position_ids, input_ids), plan, rotary, mask)
         hidden = self.model.final_norm(x)
         scored = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.head(hidden[:, scored])[..., :vocab]
