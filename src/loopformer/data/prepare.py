@@ -165,8 +165,8 @@ def prepare(
         elif chosen is None:
             announce("tokenizer", f"training, {vocab_size} ids")
             chosen = Tokenizer.train_in_subprocess(reader.training_texts(parsed, ledger.states), vocab_size)
-            if (got := chosen.vocab_size) < vocab_size:
-                announce("tokenizer", f"{got} ids instead of {vocab_size}, the text has no more pairs to merge")
+            if (trained := chosen.vocab_size) < vocab_size:
+                announce("tokenizer", f"{trained} ids instead of {vocab_size}, the text has no more pairs to merge")
         # Write nothing before this line, so that a wrong field or a missing file leaves no folder. Write the ledger
         # before the tokenizer, because a repeated call refuses a folder that has files but no ledger.
         ledger.commit()
