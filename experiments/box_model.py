@@ -13,10 +13,13 @@ at every budget.
 import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from common import (
     DATA,
@@ -71,6 +74,8 @@ SOURCE_NOTES = {  # the origin and licence that the held-out file gives for each
     "mdn_web_docs": "MDN Web Docs, Mozilla contributors; CC BY-SA 2.5, code CC0 or MIT",
 }
 EXCERPT = 1600  # characters of each
+SHINGLE = 50  # bytes
+MAX_SEEN = 0.2  # share of an excerpt's shingles that the training text may contain: quotations and set phrases
 CARD = """\
 # The model in the box
 
@@ -109,7 +114,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.verb == "prepare":
         write_texts(args.corpus, args.data / TEXT, SOURCES)
-        write_held_out(args.corpus, args.data / HELD_OUT)
+        write_held_out(args.corpus, args.data / TEXT, args.data / HELD_OUT)
         print(prepare([str(args.data / TEXT)], args.data / DATA, train_tokenizer=VOCAB, val_fraction=0.003))
     elif args.verb == "train":
         train(args.data / DATA, args.run, args.commit, args.set)
@@ -158,18 +163,44 @@ def card(folder: Path, facts: dict[str, Any]) -> str:
     )
 
 
-def write_held_out(corpus: Path, path: Path) -> None:
-    """Write an excerpt of each of some documents that are in no training file."""
+def write_held_out(corpus: Path, training_text: Path, path: Path) -> None:
+    """Write an excerpt of each of some documents that are in no training file, unless the text is in one."""
+    excerpts = []
+    for name, count in HELD.items():
+        for line in islice(read_zst_lines(corpus / "heldout" / f"{name}.jsonl.zst"), count):
+            document = json.loads(line)
+            text, source = document["text"], SOURCE_NOTES[name].format_map(document)
+            excerpts.append({"text": text[len(text) // 3 :][:EXCERPT], "source": source})
+    shares = seen_shares([excerpt["text"] for excerpt in excerpts], training_text)
     with path.open("w", encoding="utf-8") as file:
-        for name, count in HELD.items():
-            for line in islice(read_zst_lines(corpus / "heldout" / f"{name}.jsonl.zst"), count):
-                document = json.loads(line)
-                text = document["text"]
-                excerpt = {
-                    "text": text[len(text) // 3 :][:EXCERPT],
-                    "source": SOURCE_NOTES[name].format_map(document),
-                }
+        for excerpt, share in zip(excerpts, shares, strict=True):
+            if share <= MAX_SEEN:
                 file.write(json.dumps(excerpt, ensure_ascii=False) + "\n")
+            else:
+                print(f"left out, {share:.0%} of it is in the training text: {excerpt['source']}")
+
+
+def seen_shares(texts: Sequence[str], training_text: Path) -> list[float]:
+    """The share of each text's shingles that the training text contains."""
+    shingles = [np.unique(hash_shingles(text)) for text in texts]
+    wanted = np.unique(np.concatenate(shingles))
+    seen = np.zeros(len(wanted), bool)
+    for file in sorted(training_text.glob("*.jsonl")):
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                hashes = hash_shingles(json.loads(line)["text"])
+                index = np.searchsorted(wanted, hashes).clip(max=len(wanted) - 1)
+                seen[index[wanted[index] == hashes]] = True
+    return [float(seen[np.searchsorted(wanted, hashes)].mean()) for hashes in shingles]
+
+
+def hash_shingles(text: str) -> npt.NDArray[np.uint64]:
+    """A hash of every SHINGLE bytes of the text in a row, with each run of white space as one space."""
+    data = np.frombuffer(" ".join(text.split()).encode(), np.uint8).astype(np.uint64)
+    hashes = np.zeros(max(0, len(data) - SHINGLE + 1), np.uint64)
+    for offset in range(SHINGLE):  # a polynomial modulo 2⁶⁴
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + data[offset : offset + len(hashes)]
+    return hashes ^ (hashes >> np.uint64(32))
 
 
 if __name__ == "__main__":

@@ -108,11 +108,35 @@ MATCHED: Settings = {  # all budgets on all rows
     ),
 }
 FASTER: Settings = {"training.matrix_learning_rate": 0.04}
+PLAIN_STEPS = {8: 1564, 4: 2413, 2: 3312, 1: 4070}  # blocks → steps with the training FLOPs of `elastic`
 FOUR_DRAWS: Settings = {
     "objective.trajectory_groups": 4,
     "training.micro_batch": 32,
 }  # a draw per quarter of the rows
 LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
+EARLY_EXIT: Settings = {  # naive: no conditioning, short trajectories trained along with the full one
+    **MUON,
+    **objective(FULL, "{budget: short, weight: 0.1}"),
+    "model.conditioning": "none",
+    "model.positions": "rotary",
+    **FOUR_DRAWS,
+}
+RECURRENT_DEPTH: Settings = {  # of the preset paper/recurrent-depth; its adapter takes more FLOPs per step
+    **EARLY_EXIT,
+    "model.norms": "sandwich",
+    "model.start": "random",
+    "model.inject": "adapter",
+    "training.steps": 880,
+}
+
+
+def plain(blocks: int, **more: Any) -> Settings:
+    """Settings of a plain Transformer of this many blocks, with our optimizer and start."""
+    shape = {"model.conditioning": "none", "model.blocks": blocks, "model.loops": 1, "model.positions": "rotary"}
+    steps = PLAIN_STEPS[blocks]
+    return {**MUON, **shape, "model.start": "normed", **objective(FULL), "training.steps": steps, **more}
+
+
 SUITES: dict[str, dict[str, Settings]] = {
     "final": {  # `elastic` has the tokens of `…-twice`, and no more FLOPs than `paper…` or `early-exit`
         "elastic": ELASTIC,
@@ -125,13 +149,7 @@ SUITES: dict[str, dict[str, Settings]] = {
             "training.learning_rate": 2e-3,
             **FOUR_DRAWS,
         },
-        "early-exit": {  # naive: no conditioning, short trajectories trained along with the full one
-            **MUON,
-            **objective(FULL, "{budget: short, weight: 0.1}"),
-            "model.conditioning": "none",
-            "model.positions": "rotary",
-            **FOUR_DRAWS,
-        },
+        "early-exit": EARLY_EXIT,
         "specialist-8-muon-0.01": specialist(8, training__matrix_learning_rate=0.01),
         "specialist-1-muon-0.01": specialist(1, training__matrix_learning_rate=0.01),
         "specialist-1-muon-0.04": specialist(1, training__matrix_learning_rate=0.04),
@@ -149,9 +167,16 @@ SUITES: dict[str, dict[str, Settings]] = {
             "specialist-2": specialist(2),
             **{f"specialist-{m}-twice": specialist(m, training__steps=2000) for m in (8, 4, 2, 1)},
             "paper-ours": {**OURS, **FOUR_DRAWS},
+            "early-exit": EARLY_EXIT,
             "elastic-matched-muon-0.04": {**MATCHED, **FASTER},
             **{f"specialist-{m}-muon-0.04": {**specialist(m), **FASTER} for m in (8, 4, 2, 1)},
         }.items()
+    },
+    "baselines": {  # with the training FLOPs of `elastic` each, or 5 % more
+        **{f"plain-{m}": plain(m) for m in PLAIN_STEPS},
+        **{f"plain-{m}-muon-0.04": plain(m, **FASTER) for m in PLAIN_STEPS},
+        "recurrent-depth": RECURRENT_DEPTH,
+        "recurrent-depth-muon-0.04": {**RECURRENT_DEPTH, **FASTER},
     },
     "large": {  # 106 M parameters
         "elastic": {**ELASTIC, **LARGE, "training.steps": 1800},
@@ -230,7 +255,10 @@ def markdown(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     for name, seeds in runs.items():
         flops = seeds[0]["plan"]["total_flops"] / 1e15
         by_seed = [perplexities(result) for result in seeds]
-        cells = [mean_and_range([values[str(budget)] for values in by_seed]) for budget in range(1, 9)]
+        cells = [
+            mean_and_range([values[str(budget)] for values in by_seed if str(budget) in values])
+            for budget in range(1, 9)
+        ]
         lines.append(f"| {name} | {flops:.1f} | {len(seeds)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -47,7 +47,7 @@ def test_slow_paths_are_measured_at_the_largest_budget(tiny: ModelConfig) -> Non
     report = decode(LoopedLM(tiny).eval(), [2, 4, 1], [1], [8], tokens=6)
     rows = [(row["path"], row["budget"]) for row in report["rows"]]
     assert rows == [("naive", 4), ("plain", 2), ("plain", 4), ("plain", 1), ("transformers", 4)]
-    assert set(report["left_out"]) == {"fused"}
+    assert set(report["left_out"]) == {"fused", "transformers compiled"}
     for row in report["rows"]:
         assert set(row) == {"path", "budget", "batch", "context", *FIGURES}
         assert min(row["tokens_per_second"], row["tflops"], row["gb_per_second"]) > 0
@@ -76,6 +76,15 @@ def test_transformers_has_as_many_layers_and_its_cache_changes_no_token(tiny: Mo
     assert torch.tensor(chosen).T.tolist() == text[:, -6:].tolist()
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+def test_a_static_cache_through_cuda_graphs_changes_no_token(tiny: ModelConfig) -> None:
+    pytest.importorskip("transformers")
+    model = LoopedLM(tiny).to("cuda").eval()
+    expected = list(islice(DECODERS["transformers"](model, 3, PROMPTS.cuda()), 6))
+    assert list(islice(DECODERS["transformers compiled"](model, 3, PROMPTS.cuda()), 6)) == expected
+
+
 def test_gpt2_takes_the_dtype_of_the_model(tiny: ModelConfig) -> None:
     pytest.importorskip("transformers")
     theirs = gpt2(tiny, 1, torch.empty(0, dtype=torch.bfloat16))
@@ -97,7 +106,9 @@ def test_what_does_not_fit_leaves_the_rest(tiny: ModelConfig, monkeypatch: pytes
 def test_what_is_not_installed_is_named(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     model = LoopedLM(tiny).eval()
-    assert "loopformer[hf]" in left_out(model, ["plain", "transformers"])["transformers"]
+    missing = left_out(model, ["plain", "transformers", "transformers compiled"])
+    assert set(missing) == {"transformers", "transformers compiled"}
+    assert all("loopformer[hf]" in reason for reason in missing.values())
     report = decode(model, [4], [1], [8], tokens=2, paths=["plain", "transformers"])
     assert [row["path"] for row in report["rows"]] == ["plain"]
 
@@ -115,7 +126,7 @@ def test_on_a_gpu_every_path_is_measured_with_its_memory(tiny: ModelConfig) -> N
     report = decode(model, [4], [1, 8], [8], tokens=2)
     assert {"naive", "plain", "fused"} <= {row["path"] for row in report["rows"]}
     assert all(row["peak_gib"] > 0 for row in report["rows"])
-    assert report["left_out"] == left_out(model, ["transformers"])
+    assert report["left_out"] == left_out(model, ["transformers", "transformers compiled"])
 
 
 def test_rows_that_cannot_all_run_at_once_have_no_figures(tiny: ModelConfig) -> None:

@@ -2,16 +2,17 @@
 
     report = decode(model, budgets=(8, 4, 2), batches=(1, 64), contexts=(512,))
 
-    naive         the whole sequence again for every token, without a cache, as the published code does
-    plain         the engine in PyTorch
-    fused         the engine through fused kernels, on a GPU
-    transformers  a GPT-2 of Transformers with as many blocks as the budget applies, and with Transformers' cache
+    naive                  the whole sequence again for every token, without a cache, as the published code does
+    plain                  the engine in PyTorch
+    fused                  the engine through fused kernels, on a GPU
+    transformers           a GPT-2 of Transformers with as many blocks as the budget applies, with its own cache
+    transformers compiled  the same with a static cache, through torch.compile with CUDA graphs, on a GPU
 
 Decoding is greedy, from random prompts. On `plain` and `fused` requests run through the engine, which also makes
 their text and searches it for a stop string. Tokens are counted in three windows in which all requests run, after
 their prompts and first tokens. The fastest window counts.
 
-Each path, budget, batch and context is a row of the report. The naive path and Transformers' GPT-2 run only at the
+Each path, budget, batch and context is a row of the report. The naive path and both of GPT-2 run only at the
 largest budget, and windows of the naive path have few tokens. FLOPs and bytes are those of decoding with a cache,
 so they are the same for every path (`model.cost`). FLOPs count the matmuls of one new token per row. Bytes count
 the weights, read once per loop and step, and the keys and values of each row. MFU is relative to the device's bf16
@@ -51,7 +52,7 @@ from loopformer.inference.runner import PlainRunner
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
-DECODE_PATHS = ("naive", "plain", "fused", "transformers")
+DECODE_PATHS = ("naive", "plain", "fused", "transformers", "transformers compiled")
 ENGINE_PATHS = ("plain", "fused")
 NAIVE_TOKENS = 4  # per row and window; each token runs the whole sequence
 FIGURES = ("ms_per_step", "tokens_per_second", "bytes", "tflops", "mfu", "gb_per_second", "mbu", "peak_gib")
@@ -89,7 +90,7 @@ def decode(
     def measure(case: Measurement) -> Measurement:
         path, budget, batch, context = case.values()
         # The looped model is on the device, too, but does not count toward the memory of Transformers' GPT-2.
-        is_gpt2_on_gpu = path == "transformers" and model.device.type == "cuda"
+        is_gpt2_on_gpu = path.startswith("transformers") and model.device.type == "cuda"
         other_bytes = torch.cuda.memory_allocated(model.device) if is_gpt2_on_gpu else 0
         if path in ENGINE_PATHS:
             steps = engine_steps(
@@ -128,8 +129,11 @@ def left_out(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
     needs = {}
     if (reason := unsupported_reason(model)) is not None:
         needs["fused"] = f"it {reason}"
+    if model.device.type != "cuda":
+        needs["transformers compiled"] = "it needs a GPU"
     if find_spec("transformers") is None:
-        needs["transformers"] = "it needs Transformers: pip install 'loopformer[hf]'"
+        for path in ("transformers", "transformers compiled"):
+            needs[path] = "it needs Transformers: pip install 'loopformer[hf]'"
     return {path: need for path, need in needs.items() if path in paths}
 
 
@@ -155,10 +159,26 @@ def _decode_with_transformers(model: LoopedLM, budget: int, ids: Tensor) -> Iter
         yield ids[:, 0].tolist()
 
 
+@torch.no_grad()
+def _decode_with_static_cache(model: LoopedLM, budget: int, ids: Tensor) -> Iterator[list[int]]:
+    """Yield the next token of each row, from the same GPT-2 through CUDA graphs that torch.compile captures."""
+    from transformers import StaticCache
+
+    reference = gpt2(model.config, budget, model.tokens.weight)
+    cache = StaticCache(config=reference.config, max_cache_len=model.config.context)
+    # The prompt runs uncompiled: it allocates the cache, whose addresses the graphs then hold.
+    step, compiled = reference, torch.compile(reference, mode="reduce-overhead", fullgraph=True)
+    for _ in range(model.config.context - ids.shape[1]):
+        out = step(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        ids, step = out.logits[:, -1].argmax(-1, keepdim=True), compiled
+        yield ids[:, 0].tolist()
+
+
 # path → function of a model, a budget and prompts [B, T] that yields the next tokens [B] step by step
 DECODERS: dict[str, Callable[[LoopedLM, int, Tensor], Iterator[list[int]]]] = {
     "naive": _decode_naively,
     "transformers": _decode_with_transformers,
+    "transformers compiled": _decode_with_static_cache,
 }
 
 

@@ -61,7 +61,7 @@ def decode(
     removed_int8: RemovedInt8 = False,
     paths: Annotated[
         str, typer.Option(help="Which of these to measure; naive has no KV cache.")
-    ] = "naive,plain,fused,transformers",
+    ] = "naive,plain,fused,transformers,transformers compiled",
     device: Device = "auto",
     dtype: BenchDtype = None,
     out: Out = None,

@@ -236,16 +236,19 @@ class Engine:
 
     def _append(self, sequences: list[Sequence], choices: list[list[Choice]]) -> None:
         """Turn tokens into text."""
+        has_finished = False
         for sequence, new in zip(sequences, choices, strict=True):
             if not new:
                 continue
-            before = len(sequence.ids)
+            before = sequence.progress
             try:
                 sequence.append(new)
             except Exception as error:
                 self._handle_failure(sequence, error)
-            self._new_tokens += len(sequence.ids) - before
-        if any(sequence.status is Status.FINISHED for sequence in sequences):
+            after = sequence.progress
+            self._new_tokens += len(after.ids) - len(before.ids)
+            has_finished = has_finished or after.result is not None
+        if has_finished:
             self._free()  # at once, so that waiting sequences get these slots within this step
 
     def _handle_failure(self, sequence: Sequence, error: Exception) -> None:

@@ -65,9 +65,14 @@ class Scheduler:
     def split(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
         """The running, waiting and finished sequences, in one pass."""
         running, waiting, finished = list[Sequence](), list[Sequence](), list[Sequence]()
-        of_status = {Status.RUNNING: running, Status.WAITING: waiting, Status.FINISHED: finished}
         for sequence in self.sequences:
-            of_status[sequence.status].append(sequence)
+            status = sequence.status  # compared, as the hash of an enum's member is a slow call
+            if status is Status.RUNNING:
+                running.append(sequence)
+            elif status is Status.WAITING:
+                waiting.append(sequence)
+            else:
+                finished.append(sequence)
         return running, waiting, finished
 
     def add(self, sequence: Sequence) -> None:

@@ -15,14 +15,13 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from copy import copy
 from enum import Enum
 from typing import NamedTuple
 
 from loopformer.config.model import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.detokenizer import Detokenizer, TextStream
-from loopformer.inference.request import Choice, Draw, Event, Reason, Request, Result, kv_capacity
+from loopformer.inference.request import Alternatives, Choice, Draw, Event, Reason, Request, Result, kv_capacity
 from loopformer.trajectory import Trajectory
 
 NOT_A_NUMBER = "The model's output is not a number; are its weights damaged, or too large for bf16?"
@@ -37,11 +36,16 @@ class Status(Enum):
 
 
 class Progress(NamedTuple):
-    """The tokens and the text of a sequence at one moment."""
+    """The tokens and the text of a sequence at one moment.
+
+    The parts of each `Choice` are in tuples of numbers, because the garbage collector visits every `Choice` that is
+    kept. With thousands of them it stops the engine for a fifth of a second now and then.
+    """
 
     text: TextStream
-    choices: tuple[Choice, ...] = ()
-    ids: tuple[int, ...] = ()  # of the choices
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    alternatives: tuple[Alternatives, ...] = ()  # of each token, if the request wants any
     status: Status = Status.WAITING
     result: Result | None = None
 
@@ -67,6 +71,10 @@ class Sequence:
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else int(seed)
         self.has_failed = False  # whether its work failed at the last try
+        # Positions to reserve in the KV cache.
+        self.kv_capacity = kv_capacity(len(request.prompt), request.max_tokens, config.context)
+        # The most tokens that can be generated. The last one is never run, so it needs no room in the context.
+        self.max_new_tokens = min(request.max_tokens, config.context - len(request.prompt) + 1)
         self._prefilled = 0  # the most tokens of its prompt that were run in chunks
         self._end_token = tokenizer.eot
         self.initial = Progress(TextStream(tokenizer, request.stops, after=request.prompt))
@@ -100,16 +108,6 @@ class Sequence:
         """How many tokens are in the KV cache: all but the last new one, which is the input of the next step."""
         return self.length - bool(self.progress.ids)
 
-    @property
-    def kv_capacity(self) -> int:
-        """Positions to reserve in the KV cache."""
-        return kv_capacity(len(self.request.prompt), self.request.max_tokens, self.context)
-
-    @property
-    def max_new_tokens(self) -> int:
-        """The most tokens that can be generated. The last one is never run, so it needs no room in the context."""
-        return min(self.request.max_tokens, self.context - len(self.request.prompt) + 1)
-
     def draw(self) -> Draw:
         """The settings and noise of the next token."""
         sampling = self.request.sampling
@@ -128,26 +126,26 @@ class Sequence:
             return
         before = self.progress
         new, reason = self._find_end(choices)
-        text = copy(before.text)
-        text.push(*_shown_tokens(new, reason))
+        tokens = [choice.token for choice in new]
+        text = before.text.copy()
+        text.push(*(tokens[:-1] if reason == "end" else tokens))  # the end token has no text
         if text.stopped and len(new) > 1:
             # Push the tokens again, singly, to find the one that completed the stop string. Drop those after it.
-            text = copy(before.text)
-            for count, choice in enumerate(new, start=1):
-                text.push(choice.token)
+            text = before.text.copy()
+            for number, token in enumerate(tokens, start=1):
+                text.push(token)
                 if text.stopped:
-                    new = new[:count]
+                    new, tokens = new[:number], tokens[:number]
                     break
         if text.stopped:
             reason = "stop"
         if reason is not None:
             text.finish()
-        after = Progress(
-            text,
-            (*before.choices, *map(self._trim_alternatives, new)),
-            (*before.ids, *[choice.token for choice in new]),
-            Status.RUNNING,
-        )
+        alternatives = before.alternatives
+        if count := self.request.alternatives:  # cut off what another row of the batch has requested
+            alternatives += tuple([choice.alternatives[:count] for choice in new])
+        logprobs = before.logprobs + tuple([choice.logprob for choice in new])
+        after = Progress(text, before.ids + tuple(tokens), logprobs, alternatives, Status.RUNNING)
         if reason is not None:
             result = self._make_result(after, reason, NOT_A_NUMBER)
             after = after._replace(status=Status.FINISHED, result=result)
@@ -156,7 +154,7 @@ class Sequence:
 
     def fail(self, sentence: str) -> None:
         """End with an error. The text so far is kept, including what was held back."""
-        text = copy(self.progress.text)
+        text = self.progress.text.copy()
         text.flush()
         after = self.progress._replace(text=text, status=Status.FINISHED)
         self.progress = after._replace(result=self._make_result(after, "error", sentence))
@@ -167,23 +165,21 @@ class Sequence:
 
     def event_since(self, before: Progress) -> Event:
         """What was added since an earlier moment."""
-        now = self.progress
+        now, first = self.progress, len(before.ids)
         piece = now.text.text[before.text.shown : now.text.shown]
-        return Event(self.ticket, piece, now.result, now.choices[len(before.choices) :], self.started_at)
-
-    def _trim_alternatives(self, choice: Choice) -> Choice:
-        """A row of a batch may come with as many alternatives as another row has requested."""
-        if not choice.alternatives:
-            return choice
-        return choice._replace(alternatives=choice.alternatives[: self.request.alternatives])
+        ids, logprobs = now.ids[first:], now.logprobs[first:]
+        choices = (
+            map(Choice, ids, logprobs, now.alternatives[first:]) if now.alternatives else map(Choice, ids, logprobs)
+        )
+        return Event(self.ticket, piece, now.result, tuple(choices), self.started_at)
 
     def _find_end(self, choices: list[Choice]) -> tuple[list[Choice], Reason | None]:
         """The choices up to the end token, a NaN or a length limit, with the reason if there is one."""
-        limit = self.max_new_tokens - len(self.ids)
-        for number, choice in enumerate(choices[:limit]):
-            if math.isnan(choice.logprob):
+        limit = self.max_new_tokens - len(self.progress.ids)
+        for number, (token, logprob, _) in enumerate(choices[:limit]):
+            if math.isnan(logprob):
                 return choices[:number], "error"
-            if choice.token == self._end_token:
+            if token == self._end_token:
                 return choices[: number + 1], "end"
         if len(choices) < limit:
             return choices, None
@@ -193,15 +189,9 @@ class Sequence:
         return Result(
             progress.text.text,
             progress.ids,
-            tuple([choice.logprob for choice in progress.choices]),
+            progress.logprobs,
             reason,
             len(self.request.prompt),
             self.trajectory,
             error if reason == "error" else None,
         )
-
-
-def _shown_tokens(choices: list[Choice], reason: Reason | None) -> list[int]:
-    """The tokens that have text: all but the end token."""
-    tokens = [choice.token for choice in choices]
-    return tokens[:-1] if reason == "end" else tokens

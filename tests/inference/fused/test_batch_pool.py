@@ -19,7 +19,7 @@ from torch import nn
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.engine import generate
-from loopformer.inference.fused import batch_pool
+from loopformer.inference.fused import batch_pool, graphs
 from loopformer.inference.fused.batch_pool import (
     MAX_IDLE_BATCHES,
     BatchPool,
@@ -74,6 +74,23 @@ def test_no_batch_is_lent_twice_and_the_last_few_are_kept(
         stale.is_current = False  # its graphs have weights that the model no longer has
     with pool.batch(8) as fresh:
         assert fresh is not stale
+
+
+def test_a_side_stream_belongs_to_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch on another GPU than the current one goes back to its pool."""
+    waits: list[tuple[str, str]] = []
+
+    class FakeStream(str):
+        def wait_stream(self, other: str) -> None:
+            waits.append((str(self), other))
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream(f"decode on {device}"))
+    monkeypatch.setattr(graphs, "_stream_of", lambda index, purpose: FakeStream(f"{purpose} on cuda:{index}"))
+    stream = graphs.SideStream("prompts", torch.device("cuda:1"))
+    stream.decode_waits()
+    stream.wait_for_decode()
+    assert waits == [("decode on cuda:1", "prompts on cuda:1"), ("prompts on cuda:1", "decode on cuda:1")]
 
 
 def test_errors_say_what_fast_cannot_do(lm: LM) -> None:

@@ -144,6 +144,15 @@ def test_tokens_of_a_single_row_equal_the_plain_path(options: dict[str, Any], sc
             text.append(int(token))
 
 
+@pytest.mark.parametrize(("conditioning", "expected"), [("index", torch.bfloat16), ("none", torch.float32)])
+def test_a_single_row_reads_modulations_as_narrow_as_they_are(conditioning: str, expected: torch.dtype) -> None:
+    """They come on top of the weights that it reads; only norm weights less 1 need more than bf16."""
+    model = single_row_model(positions="learned", conditioning=conditioning).to(torch.bfloat16)
+    batch = DecodeBatch(model, 1, 20 * page_bytes(model, launch.GPU_PAGE_TOKENS))
+    row = single_row.SingleRow(model, 2, batch._weights, batch._scratch, batch._kv_pages)
+    assert row._modulations.dtype == expected
+
+
 @pytest.mark.cuda
 @KERNELS
 @pytest.mark.usefixtures("few_programs")

@@ -53,8 +53,8 @@ RECORDING = Lock()  # capture streams are process-wide: capture one graph at a t
 class SideStream:
     """A stream beside the decode stream. In a process, streams of the same purpose and device are the same.
 
-    The decode stream is the stream that is current when a method is called. All callers must have the same one:
-    the methods order a side stream and this stream, and nothing else.
+    The decode stream is the current stream of `device` when a method is called, whichever device is the current
+    one. All callers must have the same one: the methods order a side stream and this stream, and nothing else.
 
     A tensor made on one stream may be read on another only after a wait for it. It may be freed only after its own
     stream waits for the reader: PyTorch's allocator gives freed memory to the next work of the stream it was made
@@ -82,17 +82,18 @@ class SideStream:
         `after_decode` is too late for a runner in another thread that shares this stream and is inside one already.
         """
         if (stream := self._stream()) is not None:
-            stream.wait_stream(torch.cuda.current_stream())
+            stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def decode_waits(self) -> None:
         """Let later work of the decode stream wait for all that is queued on this stream."""
         if (stream := self._stream()) is not None:
-            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def _stream(self) -> torch.cuda.Stream | None:
         if self._device.type != "cuda":
             return None
-        return _stream_of(torch.cuda.current_device(), self._purpose)
+        # Not the current device: a batch on the second GPU goes back to its pool while the first may be current.
+        return _stream_of(self._device.index, self._purpose)
 
 
 class HostCopy:

@@ -100,25 +100,18 @@ class DeviceState:
     pending: tuple[PendingTokens, ...] = ()
     given: Mapping[int, list[Choice]] = field(default_factory=dict)  # by ticket: what the last step returned
 
-    def out_of_sync(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Sequences whose slot is missing, or disagrees with their tokens."""
-
-        def is_in_sync(sequence: Sequence) -> bool:
-            if sequence.ticket not in self.rows:
-                return False
-            return 0 <= self.undelivered_count(sequence) <= len(self.given.get(sequence.ticket, ()))
-
-        return [sequence for sequence in sequences if not is_in_sync(sequence)]
-
-    def undelivered_count(self, sequence: Sequence) -> int:
-        """How many tokens have arrived that the sequence has not taken, because a step was interrupted."""
-        arrived = self.rows[sequence.ticket].new_tokens - self._pending_counts[sequence.ticket]
-        return arrived - len(sequence.ids)
-
-    def undelivered(self, sequence: Sequence) -> list[Choice]:
-        """These tokens."""
-        count = self.undelivered_count(sequence)
-        return self.given[sequence.ticket][-count:] if count else []
+    def undelivered(self, sequences: list[Sequence]) -> dict[int, list[Choice] | None]:
+        """By ticket, the tokens that have arrived and that the sequence has not taken, because a step was
+        interrupted. None where a sequence is out of sync: its slot is missing, or disagrees with its tokens."""
+        undelivered: dict[int, list[Choice] | None] = {}
+        for sequence in sequences:
+            ticket, count = sequence.ticket, -1
+            given = self.given.get(ticket, [])
+            if (row := self.rows.get(ticket)) is not None:
+                arrived = row.new_tokens - self._pending_counts.get(ticket, 0)
+                count = arrived - len(sequence.progress.ids)
+            undelivered[ticket] = given[len(given) - count :] if 0 <= count <= len(given) else None
+        return undelivered
 
     @cached_property
     def _pending_counts(self) -> Counter[int]:
@@ -293,15 +286,15 @@ class FusedRunner(PromptRunner):
 
     @torch.no_grad()
     def decode(self, sequences: list[Sequence]) -> list[list[Choice]]:
-        out_of_sync = (self._device or DeviceState()).out_of_sync(sequences)
-        if out_of_sync:
+        undelivered = (self._device or DeviceState()).undelivered(sequences)
+        if None in undelivered.values():
             # Before any of them is run: with new weights, or its blocks would be cached as if they were of these.
             self._renew_batch()
-            out_of_sync = (self._device or DeviceState()).out_of_sync(sequences)
+            undelivered = (self._device or DeviceState()).undelivered(sequences)
         # None until the last line: after an exception the next step runs the tokens of every sequence again.
         device, self._device = self._device or DeviceState(), None
-        device = self._run_again(device, out_of_sync)
-        given = {sequence.ticket: device.undelivered(sequence) for sequence in sequences}
+        device = self._run_again(device, [one for one in sequences if undelivered[one.ticket] is None])
+        given = {ticket: tokens or [] for ticket, tokens in undelivered.items()}
         rows = {sequence.ticket: device.rows[sequence.ticket] for sequence in sequences}
         pending = list(device.pending)
         while pending and pending[0].copy.has_arrived():

@@ -137,7 +137,10 @@ class SingleRow:
         programs = triton.cdiv(config.vocab_rows, OUTPUTS_PER_PROGRAM["head"])
         # Of each program of the head: its largest logit, that token, and the sum of exp(logit - largest).
         self._candidates = (floats(programs), integers(programs), floats(programs))
-        self._modulations = floats(budget, config.blocks, 4, config.width)
+        # Every program of a matmul reads a whole scale, so modulations keep the narrow dtype that the conditioner
+        # computed them in. Norm weights less 1 need fp32, as in the batch.
+        dtype = torch.float32 if model.conditioner is None else like.dtype
+        self._modulations = like.new_zeros(budget, config.blocks, 4, config.width, dtype=dtype)
         self._injection = like.new_zeros(budget, config.width) if config.inject == "gated" else None
         self._page_table = integers(config.loops, -(-config.context // kv_pages.shape[-2]), dtype=torch.int32)
         self._zero = integers(1)  # both the slot and the loop: each launch is given the page table of its loop
