@@ -24,7 +24,7 @@ from loopformer.scoring import (
     Span,
     Tokens,
     TrajectoryTree,
-    count_passes,
+    count_loops,
     loglikelihoods,
     plan_batches,
     score_texts,
@@ -198,7 +198,7 @@ def test_several_trajectories_share_their_first_steps(lm: LM) -> None:
             True,
         )
     )
-    assert len(seen) == batches * count_passes(trajectories) < batches * 3 * len(trajectories)
+    assert len(seen) == batches * count_loops(trajectories) < batches * 3 * len(trajectories)
     for trajectory in trajectories:
         assert found[trajectory] == loglikelihoods(lm.model, spans, [trajectory])[trajectory]
 
@@ -249,7 +249,7 @@ def test_a_plan_runs_every_row_and_fits(spans: list[Span], limit: int, batch_tok
             assert one.prefix or len(one.suffixes) == 1
         rows += [row for one in batch.packs for row in one.rows]
         assert len(batch.packs) == 1 or len(batch.packs) * max(map(len, batch.packs)) <= batch_tokens
-        assert {one.shared for one in batch.packs} == {max(len(one.suffixes) for one in batch.packs) > 1}
+        assert {one.is_shared for one in batch.packs} == {max(len(one.suffixes) for one in batch.packs) > 1}
     assert sorted(answered) == list(range(len(windows)))
     assert sorted(rows) == sorted({window.inputs for window in windows})
 
@@ -311,7 +311,7 @@ def test_all_schedules_in_as_few_passes_as_can_be(
     model.stack.register_forward_hook(note)
     seen = [trajectory for trajectory, _ in TrajectoryTree(model, trajectories).run(torch.tensor([[5, 6, 7]]))]
     assert sorted(seen, key=str) == sorted(trajectories, key=str)
-    assert count == shared == count_passes(trajectories)
+    assert count == shared == count_loops(trajectories)
     assert sum(map(len, trajectories)) == separate
     assert most == budget  # only the states on the current path
 

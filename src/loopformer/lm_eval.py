@@ -178,11 +178,11 @@ class Suite(Requests):
             tasks = {}
             for name, metrics in all_metrics.items():
                 metric = self.metric(name, metrics)
-                first, comma, answer_filter = metric.partition(",")
+                metric_name, comma, answer_filter = metric.partition(",")
                 tasks[name] = {
                     "metric": metric,
                     "value": metrics[metric],
-                    "stderr": metrics.get(f"{first}_stderr{comma}{answer_filter}"),
+                    "stderr": metrics.get(f"{metric_name}_stderr{comma}{answer_filter}"),
                     "examples": self.facts["tasks"][name]["examples"],
                     "seconds": run[name].seconds,
                     "tokens": run[name].tokens,

@@ -1,4 +1,4 @@
-"""Figures in one style: lines, heat maps and grids of numbers, and their files.
+"""Figures in one style (plots.mplstyle): lines, heat maps and grids of numbers, and their files.
 
     figure = line_figure([Panel([Line("full depth", steps, losses)], xlabel="step", ylabel="loss")])
     save(figure, "curves.png")                   # the suffix chooses the format: .png, .pdf, .svg
@@ -36,29 +36,6 @@ DPI = 200
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one for each colour
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1, 1, 1)), (0, (8, 2)))
-STYLE: dict[Any, Any] = {
-    "font.size": 8,
-    "axes.titlesize": 9,
-    "figure.titlesize": 8,
-    "figure.labelsize": 8,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "legend.handlelength": 3.0,  # shows a whole dash pattern
-    "axes.labelsize": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e4e4e4",
-    "grid.linewidth": 0.5,
-    "lines.linewidth": 1.3,
-    "lines.markersize": 4.5,
-    "image.cmap": "viridis",
-    "image.origin": "lower",
-    "svg.hashsalt": "loopformer",  # makes the ids in a file, and so the file, the same for equal figures
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-}
-
 _FILE_METADATA: dict[str, dict[str, Any]] = {  # without a date, so that equal figures are equal files
     ".png": {},
     ".pdf": {"CreationDate": None},
@@ -273,7 +250,8 @@ def house_style() -> AbstractContextManager[None]:
     require(has_matplotlib(), _NO_MATPLOTLIB)
     import matplotlib
 
-    return matplotlib.rc_context(STYLE)
+    style = matplotlib.rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
+    return matplotlib.rc_context(style)
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -127,7 +127,7 @@ class TrajectoryTree:
 
     tree = TrajectoryTree(model, Trajectory.enumerate(8, 4))
     for trajectory, hidden in tree.run(ids): ...      # hidden [B, T, D] after the final norm
-    count_passes(tree.trajectories)                   # 90; separately they would take 140
+    count_loops(tree.trajectories)                   # 90; separately they would take 140
     """
 
     @torch.no_grad()
@@ -142,16 +142,14 @@ class TrajectoryTree:
 
     def run(self, ids: Tensor) -> Iterator[tuple[Trajectory, Tensor]]:
         """Each trajectory with the hidden states [B, T, D] of ids [B, T] after its last loop."""
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        yield from self.run_from(*self.model.embed(ids), self.model.random_initial_state(positions))
+        yield from self.run_from(*self.model.embed(ids))
 
     @torch.no_grad()
     def run_from(
-        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, start: Tensor | None = None
+        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, start: Tensor
     ) -> Iterator[tuple[Trajectory, Tensor]]:
-        """As `run`, from embeddings x [B, T, D]. `start` is the state before the first loop, by default `x`."""
-        first = x if start is None else start.to(x.dtype).expand_as(x)
-        path: list[Tensor] = [first]  # path[i]: the state after i steps of the previous trajectory
+        """As `run`, from embeddings x [B, T, D] and the state before the first loop [B, T, D]."""
+        path = [start]  # path[i]: the state after i steps of the previous trajectory
         previous: tuple[Fraction, ...] = ()
         for trajectory in self.trajectories:
             del path[1 + common_prefix(previous, trajectory.steps) :]  # frees the states of finished branches
@@ -163,7 +161,7 @@ class TrajectoryTree:
             yield trajectory, self.model.final_norm(path[-1])
 
 
-def count_passes(trajectories: Iterable[Trajectory]) -> int:
+def count_loops(trajectories: Iterable[Trajectory]) -> int:
     """How many loops a tree of these trajectories runs."""
     return len({each.steps[:length] for each in trajectories for length in range(1, len(each) + 1)})
 
@@ -179,7 +177,7 @@ class Pack:
         return self.ends[-1]
 
     @property
-    def shared(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether several rows share the prefix, which needs a mask."""
         return len(self.suffixes) > 1
 
@@ -205,8 +203,8 @@ class PackedBatch:
         """Tokens that run through the model, without padding."""
         return sum(map(len, self.packs))
 
-    def embed(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor | None]:
-        """The embeddings [B, T, D], angles, mask and random initial state. Rows of a pack are independent."""
+    def embed(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor]:
+        """The embeddings [B, T, D], angles, mask and initial state. Rows of a pack are independent."""
         ids, owners = list[Tensor](), list[Tensor]()
         for pack in self.packs:
             ids.append(torch.tensor([*pack.prefix, *chain(*pack.suffixes)]))
@@ -216,13 +214,13 @@ class PackedBatch:
         # [B, T], padded at the end, where the causal mask hides the padding.
         tokens, owner = (pad_sequence(rows, batch_first=True).to(model.device) for rows in (ids, owners))
         positions, mask = torch.arange(tokens.shape[1], device=model.device)[None], None
-        if self.packs[0].shared:  # then all packs are
+        if self.packs[0].is_shared:  # then all packs are
             visible = ((owner[:, None, :] == owner[:, :, None]) | (owner[:, None, :] == 0)).tril()  # [B, T, T]
             # The position of a token is its index in its own row. That of padding may exceed the context: clamp it.
             positions = (visible.sum(-1) - 1).clamp(max=model.config.context - 1)
             mask = visible[:, None]  # [B, 1, T, T]
         x, rotary = model.add_positions(model.tokens(tokens), positions)
-        return x, rotary, mask, model.random_initial_state(positions)
+        return x, rotary, mask, model.initial_state(x, positions)
 
 
 def plan_batches(
@@ -242,9 +240,9 @@ def plan_batches(
     single_rows = (Pack((), (row,)) for row in span_indices)
     packs = _pack_rows(sorted(span_indices), unscored, _MAX_PACK_CONTEXTS * context) if share else single_rows
     groups: list[list[Pack]] = []
-    for pack in sorted(packs, key=lambda pack: (pack.shared, -len(pack), pack.prefix, pack.suffixes)):
+    for pack in sorted(packs, key=lambda pack: (pack.is_shared, -len(pack), pack.prefix, pack.suffixes)):
         last = groups[-1] if groups else []
-        if last and last[0].shared == pack.shared and (len(last) + 1) * len(last[0]) <= batch_tokens:
+        if last and last[0].is_shared == pack.is_shared and (len(last) + 1) * len(last[0]) <= batch_tokens:
             last.append(pack)
         else:
             groups.append([pack])

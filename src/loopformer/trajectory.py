@@ -26,11 +26,9 @@ from loopformer.errors import LoopformerError
 
 Number = Fraction | int | float | str
 Sampler = Literal["compositions", "sequential", "uniform", "continuous"]
-Family = Literal["uniform", "coarse-to-fine", "fine-to-coarse", "cosine"]
 
 SAMPLERS: tuple[str, ...] = get_args(Sampler)
-FAMILIES: tuple[str, ...] = get_args(Family)
-
+FAMILIES = ("uniform", "coarse-to-fine", "fine-to-coarse", "cosine")
 MAX_STEPS = 4096  # far above the loops of any model
 _TOLERANCE = Fraction(1, 10**6)  # rounding allowed in a float or decimal step
 _MAX_DENOMINATOR = 4096  # of the fractions that floats and decimals are rounded to

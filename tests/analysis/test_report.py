@@ -24,12 +24,12 @@ from loopformer.analysis.report import (
     TOLERANCE,
     ReportData,
     check_folder,
-    counted,
     gaps,
-    listed,
-    matched,
+    group_by_cost,
+    join_words,
     render,
     schedule_figure_name,
+    with_si_prefix,
     write_report,
 )
 from loopformer.errors import FileProblem
@@ -305,7 +305,7 @@ def test_a_model_without_measurements_still_shows_what_it_costs() -> None:
     st.floats(0, 0.5),
 )
 def test_matched_rows_differ_by_the_tolerance_at_most(rows: list[tuple[str, float]], tolerance: float) -> None:
-    groups = matched([{"model": model, "cost": cost} for model, cost in rows], "cost", tolerance)
+    groups = group_by_cost([{"model": model, "cost": cost} for model, cost in rows], "cost", tolerance)
     for group in groups:
         costs = [row["cost"] for row in group]
         assert max(costs) <= min(costs) * (1 + tolerance)
@@ -342,9 +342,9 @@ def test_training_shows_the_ratio_as_trained_and_by_the_formula() -> None:
 
 
 def test_numbers_are_written_for_people() -> None:
-    assert [counted(value) for value in (12, 1234, 3_244_032, 2e9)] == ["12", "1.234 k", "3.244 M", "2 G"]
-    assert listed(["a"]) == "a"
-    assert listed(["a", "b", "c"]) == "a, b and c"
+    assert [with_si_prefix(value) for value in (12, 1234, 3_244_032, 2e9)] == ["12", "1.234 k", "3.244 M", "2 G"]
+    assert join_words(["a"]) == "a"
+    assert join_words(["a", "b", "c"]) == "a, b and c"
 
 
 def test_a_stored_report_can_be_written_whatever_else_it_holds(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_records(tmp_path: Path, packing: str, skip: int, suffix: str, content: 
     path.write_bytes(PACK[packing](content))
     meter = Meter()
     assert [record["text"] for record in read_records(path, "text", skip, meter=meter)] == TEXTS[skip:]
-    assert meter.read > 0
+    assert meter.bytes_read > 0
 
 
 @pytest.mark.parametrize("packing", PACK)

@@ -86,8 +86,7 @@ def decode(model: LoopedLM, ids: Tensor, cache: KVCache, threshold: float) -> tu
     """
     positions, mask = cache.positions_and_mask(1)
     embedded, rotary = model.add_positions(model.tokens(ids), positions)
-    start = model.random_initial_state(positions)
-    x, taken, exited = embedded if start is None else start.expand_as(embedded), 0, False
+    x, taken, exited = model.initial_state(embedded, positions), 0, False
     for number, condition in enumerate(cache.plan.conditions):
         state = model.inject(x, embedded, condition, number)
         for index, (block, layer) in enumerate(zip(model.stack.typed_blocks(), cache.layers(number), strict=True)):
@@ -148,7 +147,7 @@ def test_flops_are_those_that_were_stored() -> None:
         2187853824.0,
         3560964096.0,
     ]
-    assert early_exit_flops(cost, 8, 8) == cost.forward_flops(8) + 7 * 2 * cost.head_products
+    assert early_exit_flops(cost, 8, 8) == cost.forward_flops(8) + 7 * 2 * cost.head_matmul_params
 
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:

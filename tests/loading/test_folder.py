@@ -22,7 +22,7 @@ from loopformer.config.model import BOX
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.loading import load_model, model_folder, save_model
 from loopformer.loading.folder import checkpoints, read_config, trained_budgets
-from loopformer.training.checkpoint import rotate
+from loopformer.training.checkpoint import delete_old_checkpoints
 
 SUMS = "checksums.json"
 
@@ -172,7 +172,7 @@ def test_a_run_loads_while_its_checkpoints_rotate(
             if calls == moment:
                 older, newest = checkpoints(copy)
                 shutil.copytree(older, newest.with_name("step-00000015"))
-                rotate(copy, keep=1, best=None)
+                delete_old_checkpoints(copy, keep=1, best=None)
             return open_file(*arguments, **options)
 
         return counted

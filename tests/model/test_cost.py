@@ -46,7 +46,7 @@ def test_the_papers_numbers() -> None:
 
 
 def test_overhead_is_the_papers_formula() -> None:
-    io, loop = 2 * PAPER.head_products, PAPER.loop_flops()
+    io, loop = 2 * PAPER.head_matmul_params, PAPER.loop_flops()
     assert PAPER.training_overhead() == pytest.approx((2 * io + 1.5 * 8 * loop) / (io + 8 * loop))
 
 
@@ -70,5 +70,5 @@ def test_a_decoded_token_reads_the_stack_and_its_modulation_in_every_loop(
 def test_a_prefill_computes_logits_once() -> None:
     for tokens, budget in ((1, 8), (100, 3)):
         forward = PAPER.forward_flops(budget, context=tokens)
-        more = (tokens - 1) * (forward - 2 * PAPER.head_products)
+        more = (tokens - 1) * (forward - 2 * PAPER.head_matmul_params)
         assert PAPER.prefill_flops(tokens, budget) == pytest.approx(forward + more)

@@ -169,7 +169,7 @@ def test_injection_adds_some_of_the_embedding_before_every_later_pass(tiny: Mode
     model, ids = spread(LoopedLM(replace(tiny, inject="gated"))), ids_for(tiny)
     trajectory = Trajectory.parse("2-1-1")
     condition = model.condition(trajectory)
-    embedded, rotary, mask = model.embed(ids)
+    embedded, rotary, mask, _ = model.embed(ids)
     x = model.stack(embedded, _some(condition.modulation)[:1], rotary, mask)
     for number in (1, 2):
         x = x + _some(condition.injection)[number] * embedded
@@ -204,9 +204,8 @@ RECURRENT_DEPTH: Option = {"conditioning": "none", "norms": "sandwich", "start":
 def test_recurrent_depth_joins_state_and_embedding_in_every_pass(tiny: ModelConfig, conditioning: str) -> None:
     config = replace(tiny, **{**RECURRENT_DEPTH, "conditioning": conditioning})
     model, ids = spread(LoopedLM(config)).eval(), ids_for(tiny)
-    embedded, rotary, mask = model.embed(ids)
+    embedded, rotary, mask, x = model.embed(ids)
     assert model.adapter is not None
-    x = _some(model.random_initial_state(torch.arange(12)[None])).expand_as(embedded)
     table = model.condition(Trajectory.uniform(2)).modulation
     for number in range(2):
         modulation = None if table is None else table[number : number + 1]
@@ -231,17 +230,17 @@ def test_sandwich_norms_are_learned_and_come_after_each_sum(tiny: ModelConfig) -
 def test_a_random_start_is_fixed_by_position_and_in_training_by_the_row(tiny: ModelConfig) -> None:
     model, ids = spread(LoopedLM(replace(tiny, **RECURRENT_DEPTH))), ids_for(tiny, rows=3)
     ids[2] = ids[0]
-    positions = torch.arange(12)[None]
-    trained = _some(model.random_initial_state(positions, ids))
+    x, positions = torch.zeros(3, 12, 32), torch.arange(12)[None]
+    trained = model.initial_state(x, positions, ids)
     assert torch.equal(trained[0], trained[2])  # also when the step is run again
     assert not torch.isclose(trained[0], trained[1]).any()
     with torch.no_grad():  # as in validation
-        fixed = _some(model.random_initial_state(positions, ids))
-    assert torch.equal(fixed, _some(model.eval().random_initial_state(positions, ids)))
-    assert fixed.shape == (1, 12, 32)
+        fixed = model.initial_state(x, positions, ids)
+    assert torch.equal(fixed, model.eval().initial_state(x, positions, ids))
+    assert torch.equal(fixed, fixed[:1].expand_as(x))
     assert not torch.isclose(fixed, trained).any()
-    assert float(fixed.std()) == pytest.approx((2 / 5) ** 0.5, rel=0.1)
-    assert torch.equal(_some(model.random_initial_state(torch.tensor([[7]]))), fixed[:, 7:8])
+    assert float(fixed[0].std()) == pytest.approx((2 / 5) ** 0.5, rel=0.1)
+    assert torch.equal(model.initial_state(x[:, :1], torch.tensor([[7]])), fixed[:, 7:8])
 
 
 @pytest.mark.parametrize("option", [*OPTIONS, RECURRENT_DEPTH], ids=str)

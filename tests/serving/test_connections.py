@@ -14,7 +14,7 @@ from loopformer.serving import server
 from loopformer.serving.server import RESERVED_FILES, DrainingServer, max_connections
 
 from .servers import MAX_WAIT, UserServer
-from .test_drain import GET, serve
+from .test_drain import GET, Connection, begin, serve
 
 ROOM = 32  # connections
 UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
@@ -27,17 +27,6 @@ def room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(server, "RESERVED_FILES", files - 2)
     assert max_connections() == 2
-
-
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def begin(address: tuple[str, int]) -> Connection:
-    """The connection of a request that runs."""
-    reader, writer = await asyncio.open_connection(*address)
-    writer.write(GET + b"\r\n")
-    await reader.readuntil(b"begun")
-    return reader, writer
 
 
 async def leave(*connections: Connection) -> None:

@@ -13,7 +13,9 @@ from starlette.types import Receive, Scope, Send
 from loopformer.serving import server
 from loopformer.serving.server import DrainingServer, bind
 
-MAX_WAIT = 240  # seconds, for a busy machine
+from .servers import MAX_WAIT
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -44,20 +46,18 @@ def serve(talk: Callable[[DrainingServer, tuple[str, int]], Awaitable[None]], dr
     asyncio.run(run())
 
 
-async def begin_and_drain(
-    draining: DrainingServer, address: tuple[str, int]
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """The connection of a request that had begun when the signal came."""
+async def begin(address: tuple[str, int]) -> Connection:
+    """The connection of a request that runs."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(GET + b"\r\n")
     await reader.readuntil(b"begun")
-    draining.handle_exit(signal.SIGTERM, None)
     return reader, writer
 
 
 def test_after_the_time_to_drain_the_rest_is_dropped() -> None:
     async def talk(draining: DrainingServer, address: tuple[str, int]) -> None:
-        reader, writer = await begin_and_drain(draining, address)
+        reader, writer = await begin(address)
+        draining.handle_exit(signal.SIGTERM, None)
         assert b"dropped" in await reader.read()
         writer.close()
 
@@ -66,7 +66,8 @@ def test_after_the_time_to_drain_the_rest_is_dropped() -> None:
 
 def test_a_second_signal_stops_at_once() -> None:
     async def talk(draining: DrainingServer, address: tuple[str, int]) -> None:
-        _connection = await begin_and_drain(draining, address)  # which stays open
+        _connection = await begin(address)  # which stays open
+        draining.handle_exit(signal.SIGTERM, None)
         await asyncio.sleep(0)
         assert not draining.should_exit
         draining.handle_exit(signal.SIGINT, None)  # nobody waits for what runs

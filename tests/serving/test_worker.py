@@ -18,7 +18,7 @@ from loopformer.inference.request import Event
 from loopformer.serving import worker
 from loopformer.serving.messages import EngineStats, ScoreRequest, Submit, WorkerSettings
 from loopformer.serving.protocol import ApiError
-from loopformer.serving.worker import _client_error, _Worker, lens, load_served, score_tokens
+from loopformer.serving.worker import _client_error, _Worker, load_served, score_tokens, top_tokens_by_loop
 
 from .servers import add_checkpoint, save_served
 
@@ -27,7 +27,7 @@ PROMPT = "every pass is told its time"
 
 def test_the_last_loop_is_what_the_model_says(lm: LM) -> None:
     ids, trajectory = lm.need_tokenizer().encode(PROMPT), Trajectory.parse("2-1-1")
-    rows = lens(lm.model, ids, trajectory, top=4)
+    rows = top_tokens_by_loop(lm.model, ids, trajectory, top=4)
     logits = lm.model(torch.tensor([ids]), trajectory).logits
     assert logits is not None
     expected = logits[0, -1, : lm.model.config.vocab].float().log_softmax(-1).topk(4)
@@ -110,7 +110,7 @@ def test_scoring_leaves_half_of_the_time_to_texts(lm: LM, monkeypatch: pytest.Mo
         now += 2.0
         return []
 
-    monkeypatch.setattr(worker, "lens", slow)
+    monkeypatch.setattr(worker, "top_tokens_by_loop", slow)
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now))
     engine = lm.engine(rows=2, fast=False)
     working = _Worker(lm, engine, multiprocessing.Pipe()[1], heartbeat_seconds=1)

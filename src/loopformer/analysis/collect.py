@@ -319,7 +319,7 @@ def size_facts(config: ModelConfig) -> JsonDict:
         "parameters": {name: getattr(sizes, name) for name in ("total", "embeddings", "stack", "conditioning")},
         "flops_per_token": {str(budget): cost.forward_flops(budget) for budget in range(1, config.loops + 1)},
         "training_overhead": cost.training_overhead() if config.loops > 1 else None,
-        "io_flops": 2 * cost.head_products,
+        "io_flops": 2 * cost.head_matmul_params,
         "loop_flops": cost.loop_flops(),
     }
 

@@ -201,10 +201,8 @@ def analyze(
 
 def _states(model: LoopedLM, ids: Tensor, trajectory: TrajectoryLike) -> Tensor:
     """ids [B, T] → the state before the first loop and after each, before the final norm [S, B, T, D]."""
-    embedded, _, _ = model.embed(ids)
-    start = model.random_initial_state(torch.arange(ids.shape[1], device=ids.device)[None])
-    first = embedded if start is None else start.to(embedded.dtype).expand_as(embedded)
-    return torch.stack([first, *model(ids, trajectory, logits=False, states=True).states])
+    start = model.embed(ids)[3]
+    return torch.stack([start, *model(ids, trajectory, logits=False, states=True).states])
 
 
 def _geometry(states: Tensor) -> dict[str, Tensor]:

@@ -62,12 +62,12 @@ _DPI = 170
 _DOTS_PER_REM = 20  # the same for all figures, so that their text has the same size
 
 
-def listed(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """Words in a sentence: a, b and c."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def counted(value: float) -> str:
+def with_si_prefix(value: float) -> str:
     """Four significant digits and an SI prefix: 3.244 M."""
     for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
@@ -92,7 +92,7 @@ def short_hash(value: str) -> str:
 
 FORMATS: dict[str, Callable[[Any], str]] = {  # report_tables.yaml uses these names and Python formats
     "words": str,
-    "counted": counted,
+    "with_si_prefix": with_si_prefix,
     "percent": percent,
     "perplexity": perplexity,
     "hash": short_hash,
@@ -198,7 +198,7 @@ def gaps(models: Sequence[JsonDict], part: str) -> list[str]:
         if part in model["missing"]:
             names.setdefault(model["missing"][part], []).append(model["name"])
     return [
-        f"{PART_NAMES[part]}{'' if len(named) == len(models) else ' of ' + listed(named)}: {reason}"
+        f"{PART_NAMES[part]}{'' if len(named) == len(models) else ' of ' + join_words(named)}: {reason}"
         for reason, named in names.items()
     ]
 
@@ -313,7 +313,8 @@ def build_tables(report: ReportData) -> dict[str, Table]:
         ("parameters_matched", "stack", " parameters in the stack"),
         ("flops_matched", "flops_per_token", "FLOP per token"),
     ):
-        groups[name] = [(f"about {counted(group[0][cost])}{unit}", group) for group in matched(report.rows, cost)]
+        alike = group_by_cost(report.rows, cost)
+        groups[name] = [(f"about {with_si_prefix(group[0][cost])}{unit}", group) for group in alike]
     tables = {name: Table(_expand_columns(columns[name], report), groups[name]) for name in columns}
     return {name: table for name, table in tables.items() if table.rows}
 
@@ -335,7 +336,7 @@ def _expand_columns(columns: Sequence[Sequence[str]], report: ReportData) -> lis
     return expanded
 
 
-def matched(rows: Sequence[Row], cost: str, tolerance: float = TOLERANCE) -> list[list[Row]]:
+def group_by_cost(rows: Sequence[Row], cost: str, tolerance: float = TOLERANCE) -> list[list[Row]]:
     """Groups of rows of different models that cost the same within the tolerance, the cheapest group first."""
     groups: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: row[cost]):
@@ -390,7 +391,7 @@ def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> st
         # Bytes 16 to 19 of a PNG file are its width.
         "rem": lambda picture: f"{int.from_bytes(picture[16:20]) / _DOTS_PER_REM:.1f}",
     }
-    functions = (counted, gaps, listed, percent, perplexity, schedule_figure_name, short_hash)
+    functions = (with_si_prefix, gaps, join_words, percent, perplexity, schedule_figure_name, short_hash)
     text = templates.get_template("report.j2").render(
         **vars(report),
         **{function.__name__: function for function in functions},

@@ -5,12 +5,12 @@
     naive                  the whole sequence again for every token, without a cache, as the published code does
     plain                  the engine in PyTorch
     fused                  the engine through fused kernels, on a GPU
-    transformers           Transformers' GPT-2 of as many blocks as the budget applies, through its own cache
+    transformers           a GPT-2 of Transformers with as many blocks as the budget applies, with its own cache
     transformers compiled  the same with a static cache, through torch.compile with CUDA graphs, on a GPU
 
-Decoding is greedy, from random prompts. On `plain` and `fused` requests run through the engine, with their text and
-a stop string. Tokens are counted in three windows in which all requests run, after their prompts and first tokens.
-The fastest window counts.
+Decoding is greedy, from random prompts. On `plain` and `fused` requests run through the engine, which also makes
+their text and searches it for a stop string. Tokens are counted in three windows in which all requests run, after
+their prompts and first tokens. The fastest window counts.
 
 Each path, budget, batch and context is a row of the report. The naive path and both of GPT-2 run only at the
 largest budget, and windows of the naive path have few tokens. FLOPs and bytes are those of decoding with a cache,
@@ -77,7 +77,7 @@ def decode(
     available = [path for path in dict.fromkeys(paths) if path not in missing]
     if not available:
         reasons = "; ".join(f"{path}: {need}" for path, need in missing.items())
-        raise LoopformerError(f"No path of decoding that was asked for can run here ({reasons}); ask for plain.")
+        raise LoopformerError(f"None of these decoding paths can run here ({reasons}); measure plain.")
     machine, detokenizer, cost = describe(model.device), DummyDetokenizer(), model.cost
     cases = [
         {"path": path, "budget": budget, "batch": batch, "context": context}
@@ -99,7 +99,7 @@ def decode(
         else:
             generator = torch.Generator().manual_seed(0)
             ids = torch.randint(model.config.vocab, (batch, context), generator=generator).to(model.device)
-            steps = (len(chosen) for chosen in DECODERS[path](model, budget, ids))
+            steps = (len(next_tokens) for next_tokens in DECODERS[path](model, budget, ids))
         length = min(tokens, NAIVE_TOKENS) if path == "naive" else tokens
         rate = max(measure_windows(model.device, steps, batch * length), default=None)
         if rate is None:
@@ -142,9 +142,9 @@ def _decode_naively(model: LoopedLM, budget: int, ids: Tensor) -> Iterator[list[
     """Yield the next token of each row, and run the whole sequences [B, T] for each."""
     while ids.shape[1] < model.config.context:
         hidden = model(ids, Trajectory.uniform(budget), logits=False, check=False).hidden[:, -1]
-        chosen = model.head(hidden)[:, : model.config.vocab].argmax(-1)
-        ids = torch.cat([ids, chosen[:, None]], 1)
-        yield chosen.tolist()
+        next_tokens = model.head(hidden)[:, : model.config.vocab].argmax(-1)
+        ids = torch.cat([ids, next_tokens[:, None]], 1)
+        yield next_tokens.tolist()
 
 
 @torch.no_grad()

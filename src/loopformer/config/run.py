@@ -34,6 +34,7 @@ from loopformer.config.model import (
 )
 from loopformer.errors import FileProblem, LoopformerError, nearest, require
 from loopformer.files import parse_yaml, read_yaml
+from loopformer.trajectory import Sampler
 
 GroupName = Literal["S3", "A5", "S5"]
 GROUP_ORDERS: dict[GroupName, int] = {"S3": 6, "A5": 60, "S5": 120}
@@ -61,7 +62,7 @@ class TrainedTrajectory:
     """One entry of the objective: a budget, how its steps are drawn, and its weight in the loss."""
 
     budget: str | int | tuple[int, ...]  # full (L), short (1…L-1), any (1…L), a number, or [low, high]
-    sampler: Literal["compositions", "sequential", "uniform", "continuous"] = setting("uniform", "Draws steps.")
+    sampler: Sampler = setting("uniform", "Draws steps.")  # noqa: RUF009
     weight: float = setting(1.0, "Weight of its cross-entropy.", minimum=0)
     match: float = setting(0.0, "Weight of its distance to the full trajectory.", minimum=0)
     rows: float = setting(1.0, "Share of the rows that train on it.", above=0, maximum=1)

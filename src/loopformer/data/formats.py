@@ -49,9 +49,9 @@ class BadRecord(FileProblem):
 
 @dataclass
 class Meter:
-    """Bytes read from disk so far, for progress."""
+    """How much was read from disk so far, for progress."""
 
-    read: int = 0
+    bytes_read: int = 0
 
 
 def format_of(path: Path) -> str | None:
@@ -69,7 +69,7 @@ def read_records(
 
 def _read_all(path: Path, field: str, skip: int, meter: Meter, only_field: bool) -> Iterator[Record | BadRecord]:
     """All records. Empty records may stand for the first `skip`, which the caller drops, to save parsing them."""
-    before = meter.read
+    before = meter.bytes_read
     try:
         with path.open("rb", _BUFFER) as raw, closing(_decompress(path, raw)) as stream:
             records: Iterator[Record | BadRecord] = ({field: text} for text in _read_texts(stream))
@@ -78,7 +78,7 @@ def _read_all(path: Path, field: str, skip: int, meter: Meter, only_field: bool)
             elif format_of(path) == ".parquet":
                 records = _read_parquet(path, stream, field if only_field else None, skip)
             for record in records:
-                meter.read = before + raw.tell()
+                meter.bytes_read = before + raw.tell()
                 yield record
     except EOFError as error:  # from _decompress_chunks; a library names its memory limit only in words
         if "memory" in str(error).lower():

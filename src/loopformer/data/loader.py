@@ -24,7 +24,7 @@ import queue
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -60,6 +60,15 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The batch with `change` applied to each tensor."""
+        documents = None if self.documents is None else change(self.documents)
+        return Batch(change(self.inputs), change(self.targets), documents)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device; copies from pinned memory do not wait."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 class Windows:

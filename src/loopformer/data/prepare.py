@@ -165,8 +165,8 @@ def prepare(
         elif chosen is None:
             announce("tokenizer", f"training, {vocab_size} ids")
             chosen = Tokenizer.train_in_subprocess(reader.training_texts(parsed, ledger.states), vocab_size)
-            if (got := chosen.vocab_size) < vocab_size:
-                announce("tokenizer", f"{got} ids instead of {vocab_size}, the text has no more pairs to merge")
+            if (trained := chosen.vocab_size) < vocab_size:
+                announce("tokenizer", f"{trained} ids instead of {vocab_size}, the text has no more pairs to merge")
         # Write nothing before this line, so that a wrong field or a missing file leaves no folder. Write the ledger
         # before the tokenizer, because a repeated call refuses a folder that has files but no ledger.
         ledger.commit()
@@ -413,19 +413,19 @@ class _Reader:
         """Batches of at most `max_bytes` of text, unless a single document has more."""
         start = state.position
         meter = Meter(sum(part.size or 0 for part in source.parts[: start.part]))
-        batch, size = _Batch(start, meter.read), 0
+        batch, size = _Batch(start, meter.bytes_read), 0
         for position, item in self.read(source, start, meter):
             item_bytes = len(str(item) if isinstance(item, BadRecord) else example_text(item).encode())
             if size and size + item_bytes > max_bytes:
                 yield batch
-                batch, size = _Batch(batch.position, meter.read), 0
+                batch, size = _Batch(batch.position, meter.bytes_read), 0
             size += item_bytes
             if isinstance(item, BadRecord):
                 batch.bad.append(str(item))  # as text, because the error would keep its record in memory
             else:
                 pieces = self.split(state.splitter, item)
                 batch.documents += [_Document(split, example, position) for split, example in pieces]
-            batch.position, batch.bytes_read = position, meter.read
+            batch.position, batch.bytes_read = position, meter.bytes_read
         yield batch
 
 

@@ -53,9 +53,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 END_TOKEN = "<|endoftext|>"
 _END_NAMES = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
-_MAX_GROWTH = (
-    100  # how many times as long a text may become; Unicode normalization makes up to 18 characters of one
-)
+_MAX_GROWTH = 100  # times as long as before; Unicode normalization makes up to 18 characters of one
 _MAX_PROBE_CHARS = 1000  # of the texts that growth is measured on
 _END_OF_TEXTS = b"\n"  # tells the training process that all texts were sent; JSON is never an empty line
 _PIECE_CHARS = (1 << 12, 1 << 16)  # least and most per text; the trainer buffers some hundreds of texts
@@ -66,7 +64,7 @@ _WORD = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # roughly the words of byt
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and the Hub's
 
 LOSS = 1  # flag of a token that has loss
-LAST = 2  # flag of the last token of an example; a chat has an end token after every response
+LAST = 2  # flag of the last token of an example; end tokens do not show it, as a chat has one after every response
 ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
 
@@ -80,13 +78,13 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise FileProblem(f"{name} is not a tokenizer that the tokenizers library can read.") from error
         with _encoding(self._tokenizer):
-            grows = _grows_without_bound(json.loads(text))
+            grows = _grows_too_long(json.loads(text))
         if grows:
             raise FileProblem(
                 f"{name} would make some texts more than {_MAX_GROWTH} times as long; use another tokenizer."
             )
         self._tokenizer.encode_special_tokens = True  # despite its name: encode them as ordinary text
-        ends = [number for end in _END_NAMES if (number := self._tokenizer.token_to_id(end)) is not None]
+        ends = [end_id for end in _END_NAMES if (end_id := self._tokenizer.token_to_id(end)) is not None]
         if not ends:
             raise FileProblem(f"{name} has no end token; add {END_TOKEN} to it.")
         self.eot = ends[0]
@@ -122,10 +120,10 @@ class Tokenizer:
     def _parse(self) -> tokenizers.Tokenizer:
         import tokenizers
 
-        library = tokenizers.Tokenizer.from_str(self._text)
-        library.no_truncation()
-        library.no_padding()
-        return library
+        tokenizer = tokenizers.Tokenizer.from_str(self._text)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     @cached_property
     def special_tokens(self) -> list[str]:
@@ -134,27 +132,27 @@ class Tokenizer:
 
     def with_end_token(self, token: str) -> Tokenizer:
         """The same tokenizer with another end token."""
-        number = self._tokenizer.token_to_id(token)
-        if number is None:
+        end_id = self._tokenizer.token_to_id(token)
+        if end_id is None:
             raise LoopformerError(f"The tokenizer has no token {token!r} that could end a text.")
         other = copy.copy(self)
-        other.eot = number
+        other.eot = end_id
         return other
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of the ids; special tokens such as the end token are left out unless `special` is set."""
         if special or len(ids) != 1:
             return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
-        number = int(ids[0])  # streaming decodes a single id for every token
-        if number not in self._decoded:
-            self._decoded[number] = self._tokenizer.decode([number])
-        return self._decoded[number]
+        token_id = int(ids[0])  # streaming decodes a single id for every token
+        if token_id not in self._decoded:
+            self._decoded[token_id] = self._tokenizer.decode([token_id])
+        return self._decoded[token_id]
 
     def byte_count(self, ids: Iterable[int]) -> int:
         """UTF-8 bytes of the text of the ids. Byte-level tokenizers count partial characters, too."""
         if self._byte_lengths is None:
             return len(self.decode(list(ids)).encode())
-        return sum(self._byte_lengths[number] for number in ids)
+        return sum(self._byte_lengths[token_id] for token_id in ids)
 
     @cached_property
     def _byte_lengths(self) -> list[int] | None:
@@ -164,8 +162,8 @@ class Tokenizer:
         if "ByteLevel" not in [part["type"] for part in (decoder, *decoder.get("decoders", ())) if part]:
             return None
         lengths = [0] * self.vocab_size
-        for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
-            lengths[number] = len(token)
+        for token, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            lengths[token_id] = len(token)
         for added in saved.get("added_tokens", ()):
             lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
         return lengths
@@ -270,13 +268,13 @@ def check_vocab_size(vocab_size: int) -> None:
 def _train(texts: Iterable[str], vocab_size: int) -> str:
     from tokenizers import models, pre_tokenizers, trainers
 
-    library = _byte_level(models.BPE())
+    tokenizer = _byte_level(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_TOKEN], initial_alphabet=alphabet, show_progress=False
     )
-    library.train_from_iterator(texts, trainer)
-    return library.to_str()
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str()
 
 
 def _train_from_stdin() -> None:
@@ -323,14 +321,14 @@ def _from_gpt2_files(vocab: Path, merges: Path) -> str:
 def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 
-    library = Tokenizer(model)
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([AddedToken(END_TOKEN, special=True, normalized=False)])
-    return library
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_TOKEN, special=True, normalized=False)])
+    return tokenizer
 
 
-def _grows_without_bound(saved: dict[str, Any]) -> bool:
+def _grows_too_long(saved: dict[str, Any]) -> bool:
     """Whether the normalizer, pre-tokenizer or decoder makes a short text over `_MAX_GROWTH` times as long.
 
     A chain of replacements can make a text of gigabytes. So the steps run singly, on the shortest texts first. The
@@ -448,7 +446,7 @@ def encode_prompt(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> l
     """The ids of a chat that end in "Assistant:", so that the model answers next."""
     *prompt, _ = parse_example({"messages": [*messages, {"role": "assistant", "content": ""}]}, "The chat")
     ((ids, _),) = encode_examples(tokenizer, [tuple(prompt)])
-    return [int(number) for number in ids]
+    return [int(token_id) for token_id in ids]
 
 
 def example_key(example: Example) -> str:

@@ -49,9 +49,7 @@ def early_exit(
     check_threshold(threshold)
     model.check(ids)
     trajectory = model.resolve(trajectory, beyond)
-    embedded, rotary, mask = model.embed(ids)  # [B, T, D]
-    initial = model.random_initial_state(torch.arange(ids.shape[1], device=ids.device)[None])
-    x = embedded if initial is None else initial.to(embedded.dtype).expand_as(embedded)  # [B, T, D]
+    embedded, rotary, mask, x = model.embed(ids)  # embedded and x: [B, T, D]
     exited = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     loops, predictions = (torch.zeros(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
     logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
@@ -113,10 +111,10 @@ def early_exit_flops(
 
     The sum has three parts: a forward pass of the loops it takes, the head once more after each of them to check
     for an exit (not after the last loop of the budget), and in the remaining loops only keys and values, with the
-    adapter's product where the model has one.
+    adapter's matmul where the model has one.
     """
     config = cost.config
     loops = config.loops if budget is None else budget
-    exit_checks = min(taken, loops - 1) * 2 * cost.head_products
-    keys_and_values = config.blocks * 2 * (2 * config.width**2) + 2 * cost.adapter_products
+    exit_checks = min(taken, loops - 1) * 2 * cost.head_matmul_params
+    keys_and_values = config.blocks * 2 * (2 * config.width**2) + 2 * cost.adapter_matmul_params
     return cost.forward_flops(taken, context, causal) + exit_checks + (loops - taken) * keys_and_values

@@ -38,7 +38,7 @@ from loopformer.evaluation.store import (
 from loopformer.evaluation.text import Protocol, Text, cut_text, sum_likelihoods
 from loopformer.files import write_json
 from loopformer.model import LoopedLM
-from loopformer.scoring import BATCH_TOKENS, count_passes, score_spans
+from loopformer.scoring import BATCH_TOKENS, count_loops, score_spans
 from loopformer.trajectory import Trajectory
 
 RANKINGS = ("perplexity", "accuracy", "both")
@@ -110,7 +110,7 @@ def search(
     if by != "accuracy" and ranking["best"]["perplexity"] is None:
         raise RunFailed("No schedule gives a number; the model's weights are damaged or its training diverged.")
     # Loops that one batch runs if common first steps are computed once (shared), or for each schedule (separate).
-    passes = {"shared": count_passes(measured), "separate": budget * len(measured)}
+    passes = {"shared": count_loops(measured), "separate": budget * len(measured)}
     return {
         "weights": weights,
         "loops": loops,

@@ -136,19 +136,17 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         plan = self._plan_loops(past_key_values, self.resolve(budget, trajectory), len(x))
         positions = self._positions(x, attention_mask, past_key_values)
         position_ids = positions if position_ids is None else position_ids
-        last, context = int(position_ids.max()), self.model.config.context
+        length, context = int(position_ids.max()) + 1, self.model.config.context
         require(
-            last < context,
-            f"The sequence has {last + 1} tokens but the context is {context}; shorten it or ask for fewer.",
+            length <= context,
+            f"The sequence has {length} tokens but the context is {context}; shorten it or generate fewer.",
         )
         mask = create_causal_mask(config, x, attention_mask, past_key_values)
 
         x, rotary = self.model.add_positions(x, position_ids)
         states = [x] if _argument_or(output_hidden_states, config.output_hidden_states) else None
-        initial = self.model.random_initial_state(position_ids, input_ids)
-        x = self.model.run_loops(
-            partial(self._run_loop, past_key_values, states, maps), x, plan, rotary, mask, None, initial
-        )
+        step = partial(self._run_loop, past_key_values, states, maps)
+        x = self.model.run_loops(step, x, self.model.initial_state(x, position_ids, input_ids), plan, rotary, mask)
         hidden = self.model.final_norm(x)
         scored = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.head(hidden[:, scored])[..., :vocab]

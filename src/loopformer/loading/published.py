@@ -131,19 +131,19 @@ def _infer_config(
         conditioning = "trajectory"
     elif any(name.startswith("time_embedder.") for name in tensors):
         conditioning = "index"
-    first = next(iter(blocks))
-    looped = first.startswith("transformer.h.blocks.")
+    first_prefix = next(iter(blocks))
+    is_looped = first_prefix.startswith("transformer.h.blocks.")
     rows, width = _shape(tensors, "transformer.wte.weight")
     context, _ = _shape(tensors, "transformer.wpe.weight")
-    ffn, _ = _shape(tensors, f"{first}mlp.c_fc.weight")
+    ffn, _ = _shape(tensors, f"{first_prefix}mlp.c_fc.weight")
     if heads is None:
         raise LoopformerError("The number of attention heads is not in the weights; give --heads (heads=…).")
     advice = "give --loops (loops=…), 8 for a 3⊗8 model"
-    require(loops is not None or not looped, f"The number of loops L is not in the weights; {advice}.")
+    require(loops is not None or not is_looped, f"The number of loops L is not in the weights; {advice}.")
     return ModelConfig(
         conditioning=conditioning,
         blocks=len(numbers),
-        loops=loops if looped and loops is not None else 1,
+        loops=loops if is_looped and loops is not None else 1,
         width=width,
         heads=heads,
         ffn=ffn,

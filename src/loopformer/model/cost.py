@@ -49,12 +49,12 @@ class Cost:
         return 4 * self.config.width**2 + 2 * self.config.width * self.config.ffn
 
     @property
-    def adapter_products(self) -> int:
+    def adapter_matmul_params(self) -> int:
         """Matmul weights of the adapter, which every loop applies once."""
         return 2 * self.config.width**2 if self.config.inject == "adapter" else 0
 
     @property
-    def head_products(self) -> int:
+    def head_matmul_params(self) -> int:
         """Matmul weights of the head, including the padding rows of the vocabulary."""
         return self.config.vocab_rows * self.config.width
 
@@ -77,9 +77,9 @@ class Cost:
         embedding = (FOURIER_WIDTH + 1) * d + (d + 1) * d  # a 2-layer MLP per scalar
         modulators = self.conditioning_vectors * d * (d + 1)
         return Parameters(
-            tokens=self.head_products,
+            tokens=self.head_matmul_params,
             positions=config.context * d if config.positions == "learned" else 0,
-            stack=config.blocks * (self.block_matmul_params + norms * d) + self.adapter_products,
+            stack=config.blocks * (self.block_matmul_params + norms * d) + self.adapter_matmul_params,
             conditioning=self.conditioning_scalars * embedding + modulators,
             final_norm=d,
         )
@@ -88,17 +88,17 @@ class Cost:
         """FLOPs of one loop per token, averaged over the context. Causal attention computes half of the scores."""
         length = self.config.context if context is None else context
         block = 2 * self.block_matmul_params + 4 * length * self.config.width * (0.5 if causal else 1.0)
-        return self.config.blocks * block + 2 * self.adapter_products
+        return self.config.blocks * block + 2 * self.adapter_matmul_params
 
     def forward_flops(self, budget: int | None = None, context: int | None = None, causal: bool = True) -> float:
         """FLOPs per token from embedding to logits."""
         loops = self.config.loops if budget is None else budget
-        return 2 * self.head_products + loops * self.loop_flops(context, causal)
+        return 2 * self.head_matmul_params + loops * self.loop_flops(context, causal)
 
     def prefill_flops(self, tokens: int, budget: int | None = None) -> float:
         """FLOPs to prefill a prompt, with logits for its last token only."""
         loops = self.config.loops if budget is None else budget
-        return 2 * self.head_products + tokens * loops * self.loop_flops(tokens)
+        return 2 * self.head_matmul_params + tokens * loops * self.loop_flops(tokens)
 
     def table_flops(self, budget: int | None = None) -> int:
         """FLOPs of the modulation table, which is computed once per trajectory."""
@@ -115,8 +115,8 @@ class Cost:
         None means the full budget alone. A budget may be a mean: the paper draws short budgets uniformly from
         1…L-1, so their mean is L/2.
         """
-        each = [float(self.config.loops)] if budgets is None else budgets
-        return 3 * sum(2 * self.head_products + budget * self.loop_flops(context, causal) for budget in each)
+        head, loop = 2 * self.head_matmul_params, self.loop_flops(context, causal)
+        return 3 * sum(head + budget * loop for budget in ([self.config.loops] if budgets is None else budgets))
 
     def training_overhead(self, context: int | None = None) -> float:
         """The cost of training with a short trajectory relative to the full one alone.
@@ -139,5 +139,5 @@ class Cost:
         """
         loops = self.config.loops if budget is None else budget
         table = self.conditioning_vectors * self.config.width
-        weights = loops * (self.parameters.stack + table) + self.head_products + self.config.width
+        weights = loops * (self.parameters.stack + table) + self.head_matmul_params + self.config.width
         return weights * value_bytes + context * self.kv_bytes(budget, value_bytes)

@@ -116,28 +116,29 @@ class LoopedLM(nn.Module):
         """
         self.check(ids, documents, check)
         plan = self.plan_loops(self.trajectories(trajectory, len(ids), beyond), len(ids))
-        x, rotary, mask = self.embed(ids, documents)
-        start = self.random_initial_state(torch.arange(ids.shape[1], device=ids.device)[None], ids)
+        x, rotary, mask, start = self.embed(ids, documents)
         run_stack, kept = stack or self.stack, list[Tensor]()
 
         def step(number: int, *inputs: Any) -> Tensor:
             return run_stack(*inputs)
 
-        x = self.run_loops(step, x, plan, rotary, mask, kept if states else None, start)
+        x = self.run_loops(step, x, start, plan, rotary, mask, kept if states else None)
         hidden: Tensor = self.final_norm(x)
         return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 
     @_never_compile
-    def embed(self, ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Rotary | None, Tensor | None]:
-        """ids [B, T] → their embeddings [B, T, D], rotary angles and attention mask [B, 1, T, T], if any."""
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]  # [1, T]
+    def embed(
+        self, ids: Tensor, documents: Tensor | None = None
+    ) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor]:
+        """ids [B, T] → embeddings [B, T, D], rotary angles and mask [B, 1, T, T], if any, and the initial state."""
+        columns = positions = torch.arange(ids.shape[1], device=ids.device)[None]  # [1, T]
         mask = None
         if documents is not None:
             same = documents[:, None, :, None] == documents[:, None, None, :]  # [B, 1, T, T]
             mask = same.tril()
             positions = positions - same.squeeze(1).int().argmax(dim=-1)  # minus the first position of the document
         x, rotary = self.add_positions(self.tokens(ids), positions)
-        return x, rotary, mask
+        return x, rotary, mask, self.initial_state(x, columns, ids)
 
     def add_positions(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Rotary | None]:
         """Embedded tokens x [B, T, D] at positions [B or 1, T] → states [B, T, D] and rotary angles, if any."""
@@ -151,19 +152,19 @@ class LoopedLM(nn.Module):
         return x, rotary
 
     @_never_compile
-    def random_initial_state(self, positions: Tensor, ids: Tensor | None = None) -> Tensor | None:
-        """The state before the first loop [B or 1, T, D], at positions [B or 1, T]; None where it is the embedding.
+    def initial_state(self, x: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
+        """The state before the first loop [B, T, D]: the embeddings x, or random numbers at positions [B or 1, T].
 
-        In evaluation it depends on the position alone, so a token decoded with a KV cache starts from the same
-        state as in a full forward pass. In training it also depends on all ids [B, T] of the row, so it differs
+        In evaluation these depend on the position alone, so a token decoded with a KV cache starts from the same
+        state as in a full forward pass. In training they also depend on all ids [B, T] of the row, so they differ
         between samples, and a resumed run draws the same state again.
         """
         if self.config.start != "random":
-            return None
+            return x
         keys = positions.new_zeros(1)
         if ids is not None and self.training and torch.is_grad_enabled():
             keys = hashed(ids + positions * as_int64(GOLDEN)).sum(1)
-        return INITIAL_STATE_STD * normal_noise(keys, positions, self.config.width)
+        return (INITIAL_STATE_STD * normal_noise(keys, positions, self.config.width)).to(x.dtype).expand_as(x)
 
     @_never_compile
     def plan_loops(
@@ -199,17 +200,17 @@ class LoopedLM(nn.Module):
     def run_loops(
         self,
         step: Step,
+        embedded: Tensor,
         x: Tensor,
         plan: LoopPlan,
         rotary: Rotary | None,
         mask: Tensor | None,
-        states: list[Tensor] | None,
-        start: Tensor | None = None,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
         """Run all loops of all rows. Returns the last states [B, T, D], before the final norm.
 
-        x [B, T, D] is the embedding. `start` [B or 1, T, D] is the state before the first loop, unless it is the
-        embedding. If `states` is a list, the state of all rows is appended after each loop.
+        `embedded` [B, T, D] are the embeddings, x is the state before the first loop, which may be the same tensor.
+        If `states` is a list, the state of all rows is appended after each loop.
         """
         unsort = None  # the indices that restore the caller's order of rows
         if plan.order is not None:
@@ -217,9 +218,9 @@ class LoopedLM(nn.Module):
             # end without copying the others.
             order = to_device_async(plan.order, x.device)  # a list as an index would wait for a GPU at each use
             unsort = order.argsort()
-            x, start, mask = x[order], _select_rows(start, order), _select_rows(mask, order)
+            is_embedding, embedded = x is embedded, embedded[order]
+            x, mask = embedded if is_embedding else x[order], _select_rows(mask, order)
             rotary = _select_rotary_rows(rotary, order)
-        embedded, x = x, x if start is None else start.to(x.dtype).expand_as(x)
         finished: list[Tensor] = []  # inserted at the front, so again longest trajectories first
         for number, (rows, condition) in enumerate(zip(plan.rows, plan.conditions, strict=True)):
             if rows < len(x):
@@ -290,7 +291,7 @@ class LoopedLM(nn.Module):
             return out
 
         with without_cudnn_attention():
-            x = self.run_loops(step, x, cache.plan, rotary, mask, None, self.random_initial_state(positions))
+            x = self.run_loops(step, x, self.initial_state(x, positions), cache.plan, rotary, mask)
         hidden: Tensor = self.final_norm(x)
         # Last, so that an error above leaves the lengths unchanged and the next call overwrites what was stored.
         cache.advance(counts)

@@ -256,7 +256,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post("/lens")
     async def lens(body: LensBody, http: Request) -> LensAnswer:
-        trajectory, ids = body.requested(served), tuple(await asyncio.to_thread(body.ids, served))
+        trajectory, ids = body.requested_trajectory(served), tuple(await asyncio.to_thread(body.ids, served))
         rows = await _cancel_on_disconnect(
             http, service.lens(http.url.path, ids, trajectory, body.top, _client_of(http))
         )

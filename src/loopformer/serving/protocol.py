@@ -188,7 +188,7 @@ class DepthBody(Body):
     budget: int | None = Field(None, ge=1, description="Loops per token; the model's default without it.")
     trajectory: str | None = Field(None, max_length=256, description="A schedule, such as 2-1-2-3.")
 
-    def requested(self, served: Served) -> Trajectory:
+    def requested_trajectory(self, served: Served) -> Trajectory:
         """The requested trajectory of the served model; another model is an error."""
         served.check_name(self.model)
         require(self.budget is None or self.trajectory is None, "Give a budget or a trajectory, not both.")
@@ -228,7 +228,7 @@ class GenerationBody(DepthBody):
         self, served: Served, prompts: list[list[int]], field: str, max_tokens: int, alternatives: int | None
     ) -> Job:
         """The job for these prompts, which come from `field`."""
-        trajectory = self.requested(served)
+        trajectory = self.requested_trajectory(served)
         min_budget = self.min_budget or (1 if self.trajectory is None else trajectory.budget)
         served.resolve("min_budget", min_budget)
         need(
@@ -455,6 +455,7 @@ class Job:
 
     @property
     def count(self) -> int:
+        """How many texts are requested."""
         return len(self.prompts) * self.n
 
     def prompt_of(self, index: int) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ if sys.platform != "win32":
 logger = logging.getLogger(__name__)
 HEAD_SECONDS = 10  # for a client to send the head of a request
 IDLE_SECONDS = 15  # keep-alive; Python's clients close idle connections after 5 s, so they never reuse a closed one
-MAX_ACCEPTS = 16  # connections that asyncio accepts before the first of them can be closed
+MAX_ACCEPTS = 16  # connections that asyncio accepts at once; it cannot close any of them in between
 BACKLOG = 2048  # connections that wait in the kernel to be accepted
 RESERVED_FILES = 128  # descriptors that are left for the engine, the model's files and connections that just came
 CLOSE_SECONDS = 2  # for connections to close after the last request
@@ -65,8 +65,8 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 MAX_DRAIN_FACTOR = 8  # drain at most this many times `max_body` of an oversized upload
 SMALL_BODY = 1 << 16  # bytes; up to this size a body is parsed whatever it contains
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{:,'))  # bytes that say nothing about the number of values
-NESTED_WEIGHT = 4  # of a list, an object or a key, whose Python objects are that many times as large as a number
-BYTES_PER_WEIGHT = 6  # of `max_body`: room for 128 prompts of 1,024 ids in 1 MiB
+NESTED_WEIGHT = 4  # of a list, an object or a key: their Python objects are that many times as large as a number
+BYTES_PER_WEIGHT = 6  # a body may weigh `max_body` divided by this; 128 prompts of 1,024 ids fit into 1 MiB
 # Paths without a key: health probes have none, and the page itself asks the user for it.
 OPEN_PATHS = frozenset({"/health", "/ready", *PAGE_FILES})
 
@@ -153,7 +153,7 @@ async def started_app(
         ready = await engine.start()
         model = settings.worker.model
         served = Served(
-            _name(model),
+            _served_name(model),
             chat,
             ready.config,
             ready.default,
@@ -340,7 +340,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _name(model: str) -> str:
+def _served_name(model: str) -> str:
     """What clients call the model: the last part of its path."""
     return Path(model).resolve().name if Path(model).exists() else model.rstrip("/").rpartition("/")[2]
 
@@ -357,7 +357,8 @@ def greeting(
     max_tokens = min(32, settings.max_output or 32)
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": max_tokens, "budget": first.default.budget})
     processes = f"engine process{'es' * (len(engines) > 1)} {', '.join(str(each.process) for each in engines)}"
-    model = f"{_name(settings.worker.model)} (1 to {first.config.loops} loops) on {first.device}, {processes}"
+    name, loops = _served_name(settings.worker.model), first.config.loops
+    model = f"{name} (1 to {loops} loops) on {first.device}, {processes}"
     curl = f"curl {url}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'"
     yield f"{model}; open {url} in a browser, or ask it:\n{curl}"
     if not has_keys and not _is_loopback(settings.host):
@@ -406,7 +407,7 @@ def is_host(header: str, hosts: frozenset[str]) -> bool:
 def is_too_complex(body: bytes | bytearray, max_weight: int) -> bool:
     """Whether a JSON body has so many values that parsing it would take much time and memory.
 
-    A comma or a string weighs 1, whatever the string contains, and a bracket, a brace or a colon NESTED_WEIGHT.
+    A comma weighs 1, and so does a string, whatever it contains. A bracket, brace or colon weighs NESTED_WEIGHT.
     """
     # Escapes first: without them, quotes only begin and end strings.
     skeleton = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)

@@ -147,12 +147,8 @@ class Admission:
         if (is_full or has_too_many) and self.in_flight > 0:
             seconds = FIRST_REQUEST_SECONDS if self._seconds is None else self._seconds
             wait = seconds_to_wait(max(0, self.in_flight - self.rows), self.rows, seconds)
-            code, reason = "server_busy", "The server is busy"
-            if not is_full:
-                code, reason = (
-                    "client_busy",
-                    f"You have {self.by_client[client]} texts in flight, which is your share",
-                )
+            share = f"You have {self.by_client[client]} texts in flight, which is your share"
+            code, reason = ("server_busy", "The server is busy") if is_full else ("client_busy", share)
             raise ApiError(f"{reason}; try again in {wait} s.", 429, code, **{"retry-after": str(wait)})
         self.in_flight += texts
         self.by_client[client] += texts
@@ -282,12 +278,13 @@ class Service:
         self.engine, self.served, self.admission = engine, served, admission
         self.metrics = ServerMetrics(served.name, engine, admission)
         engine.on_stats, engine.on_loss = self.metrics.record, self.metrics.restarts.inc
-        self.metrics_text = metrics_text or self._own_metrics_text
+        self._metrics_text = metrics_text
         self.is_draining = False
         self.timeout, self._log_prompts = timeout, log_prompts
 
-    async def _own_metrics_text(self) -> bytes:
-        return generate_latest(self.metrics.registry)
+    async def metrics_text(self) -> bytes:
+        """The answer to /metrics, as Prometheus text."""
+        return generate_latest(self.metrics.registry) if self._metrics_text is None else await self._metrics_text()
 
     @asynccontextmanager
     async def generate(self, job: Job, path: str, stream: bool) -> AsyncIterator[Generation]:

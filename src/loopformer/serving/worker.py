@@ -216,8 +216,11 @@ class _Worker:
         request, model = self._score_queue.pop(0), self._lm.model
         content: LensScores | PromptScores | LoopformerError
         try:
-            scored = model, list(request.ids), model.resolve(request.trajectory), request.top
-            content = LensScores(lens(*scored)) if request.by_loop else PromptScores(score_tokens(*scored))
+            arguments = model, list(request.ids), model.resolve(request.trajectory), request.top
+            if request.by_loop:
+                content = LensScores(top_tokens_by_loop(*arguments))
+            else:
+                content = PromptScores(score_tokens(*arguments))
         except Exception as error:
             content = _client_error(error)
         self._outputs.append(EngineOutput(request.number, content))
@@ -271,7 +274,7 @@ def _client_error(error: Exception) -> LoopformerError:
 
 
 @torch.no_grad()
-def lens(model: LoopedLM, ids: list[int], trajectory: Trajectory, top: int) -> list[Alternatives]:
+def top_tokens_by_loop(model: LoopedLM, ids: list[int], trajectory: Trajectory, top: int) -> list[Alternatives]:
     """The `top` most likely next tokens after each loop, as if the model stopped there."""
     states = model(_batch(model, ids), trajectory, logits=False, states=True).states
     last = model.final_norm(torch.stack([state[0, -1] for state in states]))  # [M, D]

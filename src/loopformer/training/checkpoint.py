@@ -117,7 +117,7 @@ def set_aside_newer(run: Path, step: int) -> list[Path]:
     return aside
 
 
-def rotate(run: Path, keep: int, best: int | None) -> None:
+def delete_old_checkpoints(run: Path, keep: int, best: int | None) -> None:
     """Delete all but the newest `keep` checkpoints and the best one."""
     for path in checkpoints(run)[:-keep]:
         if step_of(path) != best:

@@ -137,12 +137,12 @@ def assign_rows(size: int, objective: ObjectiveConfig) -> list[Set[int]]:
 def _assign_positions(size: int, objective: ObjectiveConfig, order: list[int]) -> list[tuple[range, ...]]:
     """The positions of each entry. Entries are assigned in `order`, preferring positions that are freed earliest.
 
-    Ordered by start time, entries whose counts add up to the size leave no position out. If one were left out, an
-    entry would share a position with another, although the one left out had been free for longer.
+    Ordered by start time, entries whose counts add up to the size leave no position unused: an unused position has
+    been free the longest, so it is taken before any that another entry has had.
     """
     entries, counts = objective.trajectories, _count_rows(size, objective, order)
     assigned: list[tuple[range, ...]] = [()] * len(entries)
-    segments = [(0.0, 0, 0, size)]  # when the last entry ends, how many entries there are, first and last position
+    segments = [(0.0, 0, 0, size)]  # the end of its last entry, how many it has had, its first position, its end
     for index in order:
         end, missing = entries[index].active_range[1], counts[index]
         taken, free = [], []
@@ -167,7 +167,8 @@ def _count_rows(size: int, objective: ObjectiveConfig, order: list[int]) -> list
         first, last = (math.floor(size * border + 0.5 + 1e-9) for border in (share_start, share_start + entry.rows))
         counts[index] = last - first
     for start in objective.phase_starts:
-        # Entries that begin at different times may all be rounded down. Raise the last: earlier phases have enough.
+        # Entries that begin at different times may all be rounded down. Then the one that begins last gets more
+        # rows, because the phases before it have enough.
         active = [index for index in order if entries[index].is_active(start) and entries[index].weight > 0]
         while sum(counts[index] for index in active) < size:
             is_short = {index: counts[index] < size * entries[index].rows - 1e-6 for index in active}

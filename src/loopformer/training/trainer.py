@@ -46,9 +46,9 @@ from loopformer.loading.folder import (
 )
 from loopformer.model import LoopedLM
 from loopformer.training.checkpoint import (
+    delete_old_checkpoints,
     remove_leftovers,
     restore_optimizer,
-    rotate,
     set_aside_newer,
     write_checkpoint,
 )
@@ -210,7 +210,7 @@ class Trainer:
         pin = self.ranks.device.type == "cuda"
         for step in range(self.state.step, self.run.training.steps):
             batches = [self.loader.batch(step, part.start, part.stop) for part in self.micro_batches]
-            pinned = [map_tensors(batch, Tensor.pin_memory) if pin else batch for batch in batches]
+            pinned = [batch.map(Tensor.pin_memory) if pin else batch for batch in batches]
             yield list(zip(self.micro_batches, pinned, strict=True))
 
     def _loop(self, batches: Iterator[StepBatch]) -> None:
@@ -268,7 +268,8 @@ class Trainer:
         flops = 0.0
         for number, (micro_batch, rows) in enumerate(batch):
             trajectories = draw_trajectories(run, step, micro_batch.group)
-            tensors = to_device_async(rows, device)
+            moved = rows.to(device)
+            tensors = moved.inputs, moved.targets, moved.documents
             with self.parallel.micro_batch(last=number == len(batch) - 1):
                 with autocast(device, run):
                     losses = self.parallel.module(*tensors, trajectories, micro_batch.rows, divisors)
@@ -352,7 +353,7 @@ class Trainer:
 
         write_checkpoint(self.out, state.step, fill, moments, self.ranks, self.parallel.is_sharded)
         if self.ranks.is_main:
-            rotate(self.out, self.run.training.keep, state.best_step)
+            delete_old_checkpoints(self.out, self.run.training.keep, state.best_step)
 
 
 @torch.no_grad()
@@ -375,8 +376,9 @@ def validate(
         # Pad the last batches, because torch.compile would compile again for another shape. Padding has no targets.
         if missing := rows - len(batch):
             targets = F.pad(batch.targets, (0, 0, 0, missing), value=IGNORE_INDEX)
-            batch = replace(map_tensors(batch, partial(F.pad, pad=(0, 0, 0, missing))), targets=targets)
-        tensors = to_device_async(batch, ranks.device)
+            batch = replace(batch.map(partial(F.pad, pad=(0, 0, 0, missing))), targets=targets)
+        moved = batch.to(ranks.device)
+        tensors = moved.inputs, moved.targets, moved.documents
         for column, budget in enumerate(budgets):
             with autocast(ranks.device, run):
                 logprobs = parallel.objective.logprobs(*tensors, Trajectory.uniform(budget))
@@ -384,18 +386,6 @@ def validate(
     # MPS has no float64.
     total = ranks.sum(sums.to(torch.float32 if ranks.device.type == "mps" else torch.float64).to(ranks.device))
     return {budget: float(total[index] / total[-1]) for index, budget in enumerate(budgets)}
-
-
-def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """The batch with `change` applied to each tensor."""
-    documents = None if batch.documents is None else change(batch.documents)
-    return Batch(change(batch.inputs), change(batch.targets), documents)
-
-
-def to_device_async(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs, targets and documents on the device; copies from pinned memory do not wait."""
-    moved = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
-    return moved.inputs, moved.targets, moved.documents
 
 
 def open_loaders(run: RunConfig, data: TokenData | Group) -> tuple[Loader | StateLoader, Windows | StateWindows]:
