@@ -83,7 +83,10 @@ def test_generate_streams_text_and_prints_json(model: str) -> None:
         check=True,
     )
     assert "budget 4 of 4" in piped.stderr
+    named = CliRunner().invoke(app, ["generate", "--prompt", "every pass", *on, "--trajectory", "2-1-1"])
+    assert named.stdout == shown.stdout
     mistakes: list[tuple[list[str], bytes, str]] = [
+        (["a", "--prompt", "b"], b"", "the argument PROMPT and --prompt exclude each other"),
         (["a", "--budget", "1", "--compare", "1,2"], b"", "--budget and --compare exclude each other"),
         (["a", "--compare", "1,2", "--schedule", "best"], b"", "--schedule goes with --budget"),
         ([], b"caf\xe9", "not UTF-8"),

@@ -1,4 +1,4 @@
-"""Options that several verbs share, each declared once, and what a shell completes for them.
+"""Options that several verbs share, each declared once; how --help shows flags; what a shell completes.
 
     def search(model: Model = BOX, budget: …, device: Device = "auto", as_json: Json = False) -> None: …
 
@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from glob import escape, iglob
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Context, Option
+from typer.core import TyperCommand, TyperGroup
 
 from loopformer.config import load_run
 from loopformer.config.model import BOX, bundled_model_dir
@@ -22,6 +23,28 @@ from loopformer.files import read_json, read_yaml
 
 RUN_FILE, MODEL_FILE = "run.yaml", "config.json"  # a folder with one of these is a run or a model
 MAX_FOLDERS = 2000  # paths that completion looks at on each level
+
+
+# How --help shows options.
+
+
+class _BareFlags:
+    """Shows a flag as `--json`, without the type that typer writes behind it."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the command that this is mixed into
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Verb(_BareFlags, TyperCommand):
+    """A verb of the command line."""
+
+
+class VerbGroup(_BareFlags, TyperGroup):
+    """A verb with subcommands."""
 
 
 # Completion. If nothing matches, the shell completes file names as usual.
@@ -76,7 +99,7 @@ def complete_budget(context: Context, incomplete: str) -> list[str]:
 MODEL = "A run, a model folder, published weights, or box, the bundled model"
 Model = Annotated[str, Option("--model", "-m", help=f"{MODEL}.", autocompletion=complete_model)]
 # For verbs that also take the model as their first argument; see `the_model`.
-ModelArgument = Annotated[str | None, Argument(metavar="[MODEL]", help=f"{MODEL}.", autocompletion=complete_model)]
+ModelArgument = Annotated[str | None, Argument(metavar="MODEL", help=f"{MODEL}.", autocompletion=complete_model)]
 ModelOption = Annotated[
     str | None, Option("--model", "-m", help="The model, instead of the argument.", autocompletion=complete_model)
 ]

@@ -22,6 +22,7 @@ def prepare(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
+            metavar="SOURCE",
             help="Files, folders or globs of .txt .md .jsonl .parquet (also .gz .xz .zst), "
             "hf:DATASET[:config][:split], pile, fineweb-edu, openwebtext, or stdlib, which is the default; "
             "each may have a weight: news.jsonl=2.",

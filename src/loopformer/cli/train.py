@@ -17,11 +17,14 @@ def train(
     config: Annotated[
         str | None,
         typer.Argument(
+            metavar="PRESET",
             help="A preset (`loopformer info` lists them) or a .yaml file; elastic by default.",
             autocompletion=complete_preset,
         ),
     ] = None,
-    settings: Annotated[list[str] | None, typer.Argument(help="Settings, such as training.steps=100.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, such as training.steps=100.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run; runs/NAME by default.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the last good checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print FLOPs, memory and time, and stop.")] = False,
