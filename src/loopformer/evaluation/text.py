@@ -254,7 +254,7 @@ def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
                 remaining -= len(ids)
     tokens = sum(span.scored for span in spans)
     require(
-        tokens >= window,
+        tokens >= (window if limit is None else max(1, min(window, limit))),
         f"{text.name} has {tokens} tokens to score, fewer than one window of {window}; "
         "give more text or a smaller --window.",
     )
