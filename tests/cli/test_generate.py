@@ -151,8 +151,11 @@ def test_a_bad_line_is_an_exit_code_at_the_end(
     for _ in range(2):  # also where all was done before
         code, said, error = command(*file_words(model, source, out))
         assert (code, said.split()) == (1, ["written:", str(out)])
-        assert error.startswith(f"loopformer: 1 of 3 lines failed; see `error` in {out}, then correct these lines")
+        assert error.startswith(f"loopformer: 1 of 3 lines failed; see `error` in {out}, correct these lines in")
     assert ["error" in json.loads(line) for line in out.read_text().splitlines()] == [False, True, False]
+    source.write_text(source.read_text().replace("nothing", '{"prompt": "its", "id": "mended"}'))
+    assert command(*file_words(model, source, out))[0] == 0
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [1, "mended", 3]
 
 
 @pytest.mark.parametrize(

@@ -203,8 +203,8 @@ def _answer_file(
     print_files([out])
     if summary.errors:
         raise RunFailed(
-            f"{summary.errors} of {summary.lines} lines failed; see `error` in {out}, then correct these lines and "
-            "put them into a new file."
+            f"{summary.errors} of {summary.lines} lines failed; see `error` in {out}, correct these lines in "
+            f"{source}, and run the same command again."
         )
 
 
