@@ -11,6 +11,8 @@ from loopformer.cli.options import Json, complete_preset
 from loopformer.cli.output import format_duration, stoppable
 from loopformer.config import DEFAULT_PRESET
 
+MAX_EPOCHS = 4  # text that is repeated more often teaches less and less (Muennighoff et al. 2023)
+
 
 @stoppable("what was saved is kept, the same command with --resume continues")
 def train(
@@ -85,4 +87,7 @@ def _show_plan(planned: dict[str, Any], as_json: bool) -> None:
         "time": f"about {hours} on {plan['device']}{rate}",
         "data": planned["data_missing"],
     }
+    if plan["epochs"] is not None and plan["epochs"] > MAX_EPOCHS:
+        advice = "add text, or lower training.steps or training.batch"
+        rows["warning"] = f"more than {MAX_EPOCHS} epochs repeat the text so often that it teaches little; {advice}"
     typer.echo("\n".join(f"{name:12} {value}" for name, value in rows.items() if value is not None))
