@@ -40,6 +40,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from loopformer.config import load_run
 from loopformer.data.corpus import PRESETS, Source, parse_sources
@@ -280,6 +281,7 @@ class Likelihood:
     nats: float = 0.0  # of all scored tokens
     end_nats: float = 0.0  # of the end tokens among them
     loops: Counter[int] = field(default_factory=Counter)  # with early exit: positions per number of loops
+    windows: Counter[int] = field(default_factory=Counter)  # nats of each window, by its index
 
     def summarize(self, cut: CutText) -> JsonDict:
         """Perplexity and bits per byte, None where the model's output is not a number."""
@@ -305,6 +307,8 @@ def sum_likelihoods(
             sums[trajectory].nats += float(nats.sum())
             sums[trajectory].end_nats += float(nats[is_end].sum())
             sums[trajectory].loops.update(batch.loops)
+            of_windows = [float(part.sum()) for part in torch.split(nats, batch.sizes)]
+            sums[trajectory].windows.update(dict(zip(batch.spans, of_windows, strict=True)))
         done += len(batch.targets)
         if report:
             report(status, done, cut.tokens)
