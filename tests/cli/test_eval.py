@@ -43,6 +43,7 @@ def test_a_table_then_json_from_what_is_kept(model: str, text: str, tmp_path: Pa
         (["--max-tokens", "0"], "--max-tokens must be 1 or more, got 0"),
         (["--dtype", "float8"], "There is no dtype 'float8'"),
         (["--text", "opnwebtext"], "did you mean openwebtext"),
+        (["--text", "nope.txt"], "There is no file, folder or text nope.txt; check the path"),
         (["--certainty", "0.5,x"], "--certainty takes numbers above 0 and up to 1, such as 0.5,0.9, not '0.5,x'"),
         (["--certainty", "0.5,2"], "--certainty takes numbers above 0 and up to 1, such as 0.5,0.9, not '0.5,2'"),
     ],

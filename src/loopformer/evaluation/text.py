@@ -92,7 +92,9 @@ def read_text(
     else:
         has_pattern = any(mark in name for mark in "*?[=")
         if not (name in NAMED_SOURCES or name.startswith("hf:") or has_pattern or Path(name).exists()):
-            hint = nearest(name, list(NAMED_SOURCES), otherwise=f"named texts are {', '.join(NAMED_SOURCES)}.")
+            known = f"named texts are {', '.join(NAMED_SOURCES)}."
+            is_path = any(mark in name for mark in "./\\")  # so it is no misspelt name
+            hint = f"check the path; {known}" if is_path else nearest(name, list(NAMED_SOURCES), otherwise=known)
             raise FileProblem(f"There is no file, folder or text {name}; {hint}")
         (source,) = parse_sources([name], field)
         require(source.weight is None, f"A weight, as in {name!r}, is for training; leave it out here.")
