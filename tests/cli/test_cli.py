@@ -124,6 +124,13 @@ def test_a_mistake_ends_the_process_with_one_sentence() -> None:
         (("info", "--model", "demo", "--context", "0"), 2, "--context must be 1 or more"),
         (("import", "/no/such/file.pt", "/tmp/out"), 1, "no file or folder"),
         (("inof",), 2, "No such command"),
+        (("train", "demo", "--steps", "5"), 2, "No such option: --steps; write settings without dashes, as in"),
+        (
+            ("generate", "a", "runs/mine"),
+            2,
+            "(runs/mine); give the model with --model, and put quotes around a text.",
+        ),
+        (("search",), 2, "loopformer: Missing option '--budget'; `loopformer search --help` lists what it takes."),
     ],
 )
 def test_mistakes_have_exit_codes(

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Context, Option
+from typer import Argument, BadParameter, Context, Option
 from typer.core import TyperCommand, TyperGroup
 
 from loopformer.config import load_run
@@ -39,8 +39,26 @@ class _BareFlags:
         return params
 
 
+_UsageError: type[Exception] = BadParameter.__mro__[1]  # typer does not export it
+
+
 class Verb(_BareFlags, TyperCommand):
-    """A verb of the command line."""
+    """A verb of the command line. A wrong option or argument is one sentence, like any other mistake."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            problem: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+            names = {param.name for param in self.params}
+            path = ctx.command_path.removeprefix(ctx.find_root().command_path)  # however it was started
+            remedy = f"`loopformer{path} --help` lists what it takes"
+            if "extra argument" in problem and "model" in names:
+                remedy = "give the model with --model, and put quotes around a text"
+            elif "No such option" in problem and "settings" in names:
+                problem = problem.partition(" (")[0]
+                remedy = f"write settings without dashes, as in training.steps=100; {remedy}"
+            raise LoopformerError(f"{problem}; {remedy}.") from error
 
 
 class VerbGroup(_BareFlags, TyperGroup):
