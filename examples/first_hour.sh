@@ -1,33 +1,37 @@
 #!/usr/bin/env bash
-# A walk through everything, with a model so small that it takes about a minute on one CPU core:
+# A walk through everything, with models so small that it takes about a minute on two CPU cores:
 #
 #   pip install -c constraints.txt '.[plot,serve,hf]'
 #   bash examples/first_hour.sh [TEXT...]           # your .txt, .md or .jsonl files; without them these documents
 #   PROMPT='Once upon' bash examples/first_hour.sh tales/*.txt
 #
-# What it makes is in first-hour/: data, runs, pictures, a report, an export. Such a model has learned a few words and
-# their order; with more steps (STEPS=1500, some ten minutes) it writes in the manner of the text.
+# What it makes is in first-hour/: data, runs, pictures, a report, an export. The model of the text has learned a few
+# words and their order. With more steps (STEPS=3000, some five minutes) it writes in the manner of the text.
+# The model of the last section has learned a task that needs depth, so its budgets differ.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 texts=("$@")
-[ $# -gt 0 ] || texts=("$here"/README.md "$here"/docs/*.md)
-show() { printf '\n\033[1m$ loopformer %s\033[0m\n' "$*" >&2; }
-say() { show "$@"; loopformer "$@"; }
+[ $# -gt 0 ] || texts=("$here"/README.md "$here"/docs)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # matrices this small are slower on more threads
+show() { printf '\n\033[1m$ %s\033[0m\n' "$1" >&2; }
+say() { show "$(printf '%q ' loopformer "$@")"; loopformer "$@"; }
 mkdir -p first-hour
-prompt=${PROMPT:-The}
+prompt=${PROMPT:-The model}
+sampling=(--temperature 0.8 --top-p 0.95 --seed 0)
 
 # From text to tokens to a model that serves every budget.
-say prepare "${texts[@]}" --out first-hour/data --train-tokenizer 512
-say train demo data.path=first-hour/data --dry-run
-say train demo data.path=first-hour/data training.steps="${STEPS:-40}" training.save_every=20 \
-  training.validate_every=20 training.warmup=10 training.log_every=20 model.width=64 model.ffn=160 model.context=64 \
-  --out first-hour/run
+say prepare "${texts[@]}" --out first-hour/data --train-tokenizer 512 --val-fraction 0.05
+training=(demo data.path=first-hour/data training.steps="${STEPS:-240}" training.batch=8 training.learning_rate=6.0e-3
+  training.warmup=20 training.save_every=120 training.validate_every=120 training.log_every=60
+  model.width=64 model.ffn=160 model.context=64 --out first-hour/run)
+say train "${training[@]}" --dry-run
+say train "${training[@]}"
 say verify first-hour/data first-hour/run
 
 # Text, at the compute of your choice.
-say generate "$prompt" --model first-hour/run --budget 2 --max-tokens 24
-say generate "$prompt" --model first-hour/run --compare 1,4,2-1-1 --max-tokens 8
-printf '%s\n/budget 1\nGo on\n' "$prompt" | say chat --model first-hour/run --max-tokens 8
+say generate "$prompt" --model first-hour/run --budget 2 --max-tokens 40 "${sampling[@]}"
+say generate "$prompt" --model first-hour/run --compare 1,4,2-1-1 --max-tokens 24 "${sampling[@]}"
+printf '%s\n/budget 1\nGo on\n' "$prompt" | say chat --model first-hour/run --max-tokens 16 "${sampling[@]}"
 
 # How good is it, at which schedule, and what happens inside?
 say eval text first-hour/run --budgets 1,2,4 --max-tokens 2000
@@ -37,7 +41,7 @@ say report first-hour/run --max-tokens 2000 --prompts 4 --out first-hour/report
 
 # Out into the world: Transformers, and a server that speaks OpenAI's API.
 say export first-hour/run first-hour/exported
-show serve first-hour/run --port 0
+show "loopformer serve first-hour/run --port 0"
 loopformer serve first-hour/run --port 0 > first-hour/server.txt 2> first-hour/server.log &  # `say` would be a shell
 server=$!
 trap 'kill "$server" 2> /dev/null || true' EXIT
@@ -47,9 +51,20 @@ until grep -qo 'http://[0-9.:]*' first-hour/server.txt; do
 done
 address=$(grep -o 'http://[0-9.:]*' first-hour/server.txt | head -n 1)
 until curl --silent --fail "$address/ready" > /dev/null; do sleep 0.2; done
-curl --silent --fail "$address/v1/completions" -H 'Content-Type: application/json' \
-  -d "{\"prompt\": \"$prompt\", \"budget\": 2, \"max_tokens\": 8}"
+body="{\"prompt\": \"$prompt\", \"budget\": 2, \"max_tokens\": 24, \"temperature\": 0.8, \"seed\": 0}"
+show "curl $address/v1/completions -H 'Content-Type: application/json' -d '$body'"
+curl --silent --fail "$address/v1/completions" -H 'Content-Type: application/json' -d "$body"
 kill "$server"
 wait "$server" || true
 trap - EXIT
-printf '\n\nDone. Look at first-hour/report/report.html, and at first-hour/analysis.\n' >&2
+printf '\n'
+
+# A task that needs depth: multiply eight permutations. One loop gets the first two right, four loops twice as many.
+say train states model.context=9 model.loops=4 model.width=32 model.heads=2 model.ffn=80 training.steps=800 \
+  training.batch=32 training.learning_rate=4.0e-3 training.warmup=50 training.validate_every=800 \
+  training.save_every=800 training.log_every=200 --out first-hour/permutations
+say eval states first-hour/permutations --sequences 2048 --certainty 0.9 --figure first-hour/permutations.png
+
+printf '\nDone. The table above has the accuracy by budget (rows) and position (columns). Now look at:\n' >&2
+printf '  %s\n' first-hour/permutations.png first-hour/run/curves.png first-hour/report/report.html \
+  first-hour/analysis/representations.png >&2

@@ -18,11 +18,22 @@ def test_the_first_hour(tmp_path: Path) -> None:
     done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     made = tmp_path / "first-hour"
-    for file in ("report/report.html", "analysis/cka.png", "exported/config.json", "run/schedules.json"):
+    for file in (
+        "report/report.html",
+        "analysis/cka.png",
+        "exported/config.json",
+        "run/schedules.json",
+        "permutations.png",
+    ):
         assert (made / file).is_file()
     (engine,) = re.findall(r"engine process (\d+)", (made / "server.txt").read_text())
     with pytest.raises(ProcessLookupError):  # nothing is left running
         os.kill(int(engine), 0)
-    answer = json.loads(done.stdout.splitlines()[-1])
+    lines = done.stdout.splitlines()
+    (answer,) = [json.loads(line) for line in lines if line.startswith('{"id"')]
     assert answer["loopformer"]["budget"] == 2
-    assert answer["usage"]["completion_tokens"] == 8
+    assert answer["usage"]["completion_tokens"] == 24
+    assert answer["choices"][0]["text"].strip()
+    table = [line.split() for line in lines[lines.index(next(x for x in lines if x.startswith("products over"))) :]]
+    accuracy = {int(row[0]): float(row[4]) for row in table if row[1:2] == ["uniform"]}  # positions 3 and 4
+    assert accuracy[4] > accuracy[1] + 10, "budgets differ visibly"

@@ -1,6 +1,7 @@
 """Atomic writes, locks, checksums, and JSON and YAML read within limits.
 
     write_atomic(path, content)          # a reader sees the old content or the new, also after a crash
+    with open_atomic(path) as file: ...  # the same for content that is written bit by bit
     with lock_folder(folder): ...        # make the folder and keep other processes from writing to it
     with open_exclusive(path) as file: ... # the same for a single file, to append to: append_line(file, path, line)
     write_json(path, value)              # as write_atomic
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 from filelock import lock_descriptor
@@ -37,9 +38,19 @@ class DamagedFile(FileProblem):
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace a file atomically: a reader sees the old content or the new, also after a crash."""
+    with open_atomic(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def open_atomic(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that replaces `path` atomically once the body is done; if the body fails, `path` stays."""
     with explain_write_errors(path):
         try:
-            _write_temporary(path, content)
+            with _temporary(path).open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())  # before the rename, so that the new name never points to missing content
             os.replace(_temporary(path), path)
         except BaseException:
             _remove(_temporary(path))

@@ -26,6 +26,15 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_help_shows_flags_as_flags_and_arguments_by_name() -> None:
+    for words in ([], ["train"], ["eval"], ["eval", "text"], ["bench", "decode"], ["generate"]):
+        help_text = invoke(*words, "--help").stdout
+        assert "<bool>" not in help_text
+        assert "--help" in help_text
+    assert "[PRESET] [KEY=VALUE]..." in invoke("train", "--help").stdout
+    assert "eval text [OPTIONS] [MODEL]" in invoke("eval", "text", "--help").stdout
+
+
 def test_a_shell_completes_what_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -115,6 +124,13 @@ def test_a_mistake_ends_the_process_with_one_sentence() -> None:
         (("info", "--model", "demo", "--context", "0"), 2, "--context must be 1 or more"),
         (("import", "/no/such/file.pt", "/tmp/out"), 1, "no file or folder"),
         (("inof",), 2, "No such command"),
+        (("train", "demo", "--steps", "5"), 2, "No such option: --steps; write settings without dashes, as in"),
+        (
+            ("generate", "a", "runs/mine"),
+            2,
+            "(runs/mine); give the model with --model, and put quotes around a text.",
+        ),
+        (("search",), 2, "loopformer: Missing option '--budget'; `loopformer search --help` lists what it takes."),
     ],
 )
 def test_mistakes_have_exit_codes(

@@ -40,9 +40,10 @@ def test_a_table_then_json_from_what_is_kept(model: str, text: str, tmp_path: Pa
         (["--trajectory", "a-b"], "Cannot read 'a-b' as a trajectory"),
         (["--budgets", "2", "--schedule", "best"], "No best schedule of budget 2 is saved"),
         (["--stride", "17"], "--stride must be 1 to the window of 16, got 17"),
-        (["--max-tokens", "3"], "has 3 tokens to score, fewer than one window of 16"),
+        (["--max-tokens", "0"], "--max-tokens must be 1 or more, got 0"),
         (["--dtype", "float8"], "There is no dtype 'float8'"),
         (["--text", "opnwebtext"], "did you mean openwebtext"),
+        (["--text", "nope.txt"], "There is no file, folder or text nope.txt; check the path"),
         (["--certainty", "0.5,x"], "--certainty takes numbers above 0 and up to 1, such as 0.5,0.9, not '0.5,x'"),
         (["--certainty", "0.5,2"], "--certainty takes numbers above 0 and up to 1, such as 0.5,0.9, not '0.5,2'"),
     ],
@@ -51,6 +52,13 @@ def test_what_is_wrong_is_one_sentence(model: str, text: str, words: list[str], 
     given = [] if "--text" in words else ["--text", text]
     with pytest.raises(LoopformerError, match=sentence):
         invoke("eval", "text", model, "--device", "cpu", *given, *words)
+
+
+def test_fewer_tokens_than_a_window_are_scored_if_asked_for(model: str, text: str) -> None:
+    words = ["eval", "text", model, "--text", text, "--device", "cpu", "--budgets", "2", "--json"]
+    (row,) = json.loads(invoke(*words, "--max-tokens", "3").stdout)["perplexity"]
+    assert (row["tokens"], row["window"]) == (3, 16)
+    assert row["perplexity"] > 1
 
 
 def test_certainty_stands_beside_the_fixed_budgets(model: str, text: str) -> None:

@@ -85,7 +85,10 @@ def test_generate_streams_text_and_prints_json(model: str) -> None:
         check=True,
     )
     assert "budget 4 of 4" in piped.stderr
+    named = CliRunner().invoke(app, ["generate", "--prompt", "every pass", *on, "--trajectory", "2-1-1"])
+    assert named.stdout == shown.stdout
     mistakes: list[tuple[list[str], bytes, str]] = [
+        (["a", "--prompt", "b"], b"", "the argument PROMPT and --prompt exclude each other"),
         (["a", "--budget", "1", "--compare", "1,2"], b"", "--budget and --compare exclude each other"),
         (["a", "--compare", "1,2", "--schedule", "best"], b"", "--schedule goes with --budget"),
         ([], b"caf\xe9", "not UTF-8"),
@@ -188,8 +191,11 @@ def test_a_bad_line_is_an_exit_code_at_the_end(
     for _ in range(2):  # also where all was done before
         code, said, error = command(*file_words(model, source, out))
         assert (code, said.split()) == (1, ["written:", str(out)])
-        assert error.startswith(f"loopformer: 1 of 3 lines failed; see `error` in {out}, then correct these lines")
+        assert error.startswith(f"loopformer: 1 of 3 lines failed; see `error` in {out}, correct these lines in")
     assert ["error" in json.loads(line) for line in out.read_text().splitlines()] == [False, True, False]
+    source.write_text(source.read_text().replace("nothing", '{"prompt": "its", "id": "mended"}'))
+    assert command(*file_words(model, source, out))[0] == 0
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [1, "mended", 3]
 
 
 @pytest.mark.parametrize(

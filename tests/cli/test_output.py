@@ -67,6 +67,8 @@ def test_where_there_is_no_terminal_progress_is_a_line_now_and_then(
         report("news", 1000, 10_000)  # what was there before counts for no speed
         for now in (4.0, 6.0, 8.0):
             report("news", 1000 + int(500 * now), 10_000)
+        now = 11.5
+        report("news", 10_000, 10_000)  # what is done needs no line
         now = 12.0
         report("books", 5, None)
     assert capsys.readouterr().err.splitlines() == [

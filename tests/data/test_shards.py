@@ -80,8 +80,11 @@ def test_much_to_read_is_announced(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert said == [f"comparing {size / 1e9:.1f} GB of shards in {folder} with their checksums"]
 
 
-def test_no_index(folder: Path) -> None:
+def test_no_index(folder: Path, tmp_path: Path) -> None:
     (folder / "index.json").unlink()
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(FileProblem, match=r"a.txt is a file; prepare it with `loopformer prepare .*a.txt --out"):
+        TokenData.open(tmp_path / "a.txt", "train")
     with pytest.raises(FileProblem, match=r"index.json is missing; make the folder with loopformer prepare"):
         TokenData.open(folder)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +16,7 @@ from loopformer import LM, LoopedLM, ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.evaluation.schedules import (
+    best_gain,
     describe,
     rank,
     save_best,
@@ -60,7 +62,7 @@ def test_first_steps_are_computed_once(tokenizer: Tokenizer, text: Text) -> None
 
 def test_started_again_it_continues(lm: LM, text: Text, passes: Callable[[], int], tmp_path: Path) -> None:
     def stop(doing: str, done: int, total: int | None) -> None:
-        if doing.startswith("schedules 3-"):
+        if doing.startswith("schedule 3 "):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):  # first steps 1/4 (1-3) and 2/4 (2-2) are done, 3/4 is not
@@ -96,6 +98,60 @@ def test_by_accuracy_and_by_both(lm: LM, text: Text) -> None:
     both = search(lm.model, 2, text=text, accuracy=score, by="both")
     assert {"perplexity", "accuracy"} <= set(both["best"])
     assert -1 <= both["rank_correlation"] <= 1
+
+
+def losses(rng: np.random.Generator, tokens: list[int], gain: float = 0.0) -> dict[Trajectory, list[float | None]]:
+    """Nats of all schedules of M = 4, L = 8, block by block: one is better than the others by `gain` per token."""
+    sizes = np.array(tokens)
+    text, shared = rng.normal(4, 1, len(sizes)) * sizes, rng.normal(size=len(sizes))
+    nats: dict[Trajectory, list[float | None]] = {}
+    for number, trajectory in enumerate(Trajectory.enumerate(8, 4)):
+        noise = 0.3 * np.sqrt(sizes) * (shared + rng.normal(size=len(sizes)))
+        nats[trajectory] = list(text if trajectory.is_uniform else text + noise - gain * sizes * (number == 3))
+    return nats
+
+
+def test_the_best_of_many_that_are_equal_is_noise() -> None:
+    rng, uniform = np.random.default_rng(0), Trajectory.uniform(4)
+    counts = {"noise": [0, 0], "gain": [0, 0]}
+    for _ in range(200):
+        tokens = rng.integers(100, 512, 40).tolist()
+        for name, gain in (("noise", 0.0), ("gain", 0.03)):
+            if (found := best_gain(losses(rng, tokens, gain), uniform, tokens)) is not None:
+                counts[name][0] += found["is_significant"]
+                counts[name][1] += found["nats_per_token"] > 1.645 * found["stderr"]  # as if it were the only one
+    assert counts["noise"][0] <= 20 < 60 < counts["noise"][1]
+    assert counts["gain"][0] >= 190
+
+
+def test_a_gain_needs_numbers_and_more_than_one_block() -> None:
+    one, uniform, other = Trajectory.enumerate(4, 2)
+    assert best_gain({one: [9.0, 9.0], uniform: [9.0, 8.0], other: [10.0, 9.0]}, uniform, [3, 3]) is None
+    assert best_gain({one: [8.0, None], uniform: [9.0, 9.0]}, uniform, [3, 3]) is None
+    assert best_gain({uniform: [9.0]}, uniform, [3]) is None
+    found = best_gain({one: [6.0], uniform: [9.0]}, uniform, [3])
+    assert found == {"nats_per_token": 1.0, "stderr": None, "needed": None, "is_significant": False}
+    found = best_gain({one: [8.0, 6.0, 7.5], uniform: [9.0, 7.0, 8.0]}, uniform, [2, 2, 1])
+    assert found is not None
+    assert found["nats_per_token"] == pytest.approx(0.5)
+    assert not found["is_significant"]  # the residuals are zero, so there is no noise to compare with
+
+
+def test_what_is_noise_is_not_chosen(lm: LM, text: Text, tmp_path: Path) -> None:
+    found = search(lm.model, 2, text=text, protocol=Protocol(window=4), store=Store(tmp_path))
+    assert found["gain"] is None or not found["gain"]["is_significant"]  # of random weights
+    assert found["chosen"] == found["uniform"]
+    gains = {
+        row["schedule"]: math.log(found["uniform"]["perplexity"] / row["perplexity"]) for row in found["schedules"]
+    }
+    if found["gain"] is not None:
+        assert found["gain"]["nats_per_token"] == pytest.approx(max(gains.values()), rel=1e-4)
+    for file in tmp_path.iterdir():  # results of earlier versions had no blocks
+        stored = json.loads(file.read_text())
+        assert len(stored["value"].pop("blocks")) > 4
+        file.write_text(json.dumps(stored))
+    again = search(lm.model, 2, text=text, protocol=Protocol(window=4), store=Store(tmp_path))
+    assert again["gain"] == found["gain"]
 
 
 def test_rank_by_both_is_by_mean_rank() -> None:
@@ -195,11 +251,11 @@ def test_saved_schedules_are_used_and_merged(lm: LM, text: Text, tmp_path: Path)
     save_best(tmp_path, two)
     saved = json.loads((tmp_path / SCHEDULES_FILE).read_text())
     assert list(saved) == ["2", "3"]
-    assert saved["2"]["perplexity"] == two["best"]["perplexity"]
+    assert saved["2"]["perplexity"] == two["chosen"]["perplexity"]
     assert saved["2"]["text"] == {"text": "test.txt", "sha256": "0", "tokens": text.tokens}
     assert saved["2"]["weights"] == weights_hash(lm.model)
     for found in (two, three):
-        best = Trajectory.parse(found["best"]["trajectory"])
+        best = Trajectory.parse(found["chosen"]["trajectory"])
         assert scheduled_trajectory(tmp_path, lm.model, found["budget"], "best") == best
     assert scheduled_trajectory(tmp_path, lm.model, 3, "uniform") == Trajectory.uniform(3)
     assert not list(tmp_path.glob("*.tmp"))
@@ -208,7 +264,7 @@ def test_saved_schedules_are_used_and_merged(lm: LM, text: Text, tmp_path: Path)
 def test_the_last_search_counts(lm: LM, text: Text, tmp_path: Path) -> None:
     found = search(lm.model, 2, text=text)
     assert save_best(tmp_path, found) == tmp_path / SCHEDULES_FILE
-    save_best(tmp_path, {**found, "best": found["worst"]})
+    save_best(tmp_path, {**found, "chosen": found["worst"]})
     assert saved_schedules(tmp_path)["2"]["trajectory"] == found["worst"]["trajectory"]
 
 

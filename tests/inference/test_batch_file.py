@@ -107,12 +107,72 @@ def test_what_stands_is_not_made_again_and_more_prompts_are_added(lm: LM, source
     assert read(out)[-1]["id"] == len(PROMPTS) + 2
 
 
+def test_a_line_that_failed_is_answered_once_it_is_mended(lm: LM, source: Path, tmp_path: Path) -> None:
+    out, mended = tmp_path / "out", [dict(prompt) for prompt in PROMPTS]
+    mended[3]["budget"] = 3
+    (tmp_path / "mended").write_bytes(lines(mended))
+    run(lm, tmp_path / "mended", tmp_path / "right")
+    wrong = lines(PROMPTS).replace(
+        b'"its time"', b"its time"
+    )  # no JSON, so its id is its number until it is mended
+    wrong = wrong.replace(b'"is", "max_tokens": 1', b'"is", "max_token": 1')
+    source.write_bytes(wrong)
+    assert run(lm, source, out).errors == 3
+    before = out.read_bytes()
+    assert run(lm, source, out).errors == 3
+    assert out.read_bytes() == before, "a line that was not changed keeps its error"
+
+    source.write_bytes(wrong.replace(b"its time", b'"its time"').replace(b'"budget": 9', b'"budget": 8'))
+    engine = lm.engine(rows=3, queue=2)
+    assert run(lm, source, out, engine=engine).errors == 2
+    assert engine.counts.new_tokens == 2, "only the mended line is generated"
+    assert "Budget 8 is above" in read(out)[3]["error"]
+    kept = read(out)
+    source.write_bytes(lines(mended).replace(b'"every pass"', b'"each pass"'))
+    with pytest.raises(FileProblem, match="holds answers to other prompts"):
+        run(lm, source, out)
+    assert read(out) == kept, "a line that was answered must not change"
+
+    source.write_bytes(lines(mended) + b'{"prompt": "a", "max_tokens": 2}\n')  # mended and longer
+    assert run(lm, source, out) == BatchReport(len(PROMPTS) + 1, errors=0)
+    assert read(out)[:-1] == read(tmp_path / "right")
+
+
+def test_a_mended_line_is_answered_after_any_interruption(
+    lm: LM, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, record = tmp_path / "out", tmp_path / "out.run.json"
+    run(lm, source, out)
+    before, recorded = out.read_bytes(), record.read_bytes()
+    mended = source.read_bytes().replace(b'"budget": 9', b'"budget": 3')
+    source.write_bytes(mended)
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(batch_file, "_to_line", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(lm, source, out)
+    assert out.read_bytes() == before, "the old answers stay until the new ones are written"
+    assert run(lm, source, out).errors == 0
+    whole = out.read_bytes()
+    record.write_bytes(recorded)  # as if the process had been killed before it recorded what it had done
+    assert run(lm, source, out).errors == 0
+    assert out.read_bytes() == whole
+    out.write_bytes(before[:-9])  # cut off after the failed line was answered
+    record.write_bytes(recorded)
+    assert run(lm, source, out).errors == 0
+    assert out.read_bytes() == whole
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"not JSON", "The line is not JSON."),
-        (b'{"prompt": "caf\xe9"}', "The line is not JSON."),
-        (b"[" * 100_000, "The line is not JSON."),
+        (b"not JSON", "The line is not JSON; write an object"),
+        (b'{"prompt": "caf\xe9"}', "The line is not JSON; write an object"),
+        (b"[" * 100_000, "The line is not JSON; write an object"),
         (b'["prompt"]', "The line must be an object such as"),
         (b"{}", "The line has no prompt; add one."),
         (b'{"prompt": null}', "The line has no prompt; add one."),
@@ -133,9 +193,9 @@ def test_what_stands_is_not_made_again_and_more_prompts_are_added(lm: LM, source
         ),
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens must be 1 or more"),
         (b'{"prompt": "a", "top_p": "1"}', "top_p must be a number, got '1'."),
-        (b'{"prompt": "a", "temperature": NaN}', "The line is not JSON."),
-        (b'{"prompt": "a", "id": {"deep": [-Infinity]}}', "The line is not JSON."),
-        (b'{"prompt": "a", "id": 1e999}', "The line is not JSON."),
+        (b'{"prompt": "a", "temperature": NaN}', "The line is not JSON; write an object"),
+        (b'{"prompt": "a", "id": {"deep": [-Infinity]}}', "The line is not JSON; write an object"),
+        (b'{"prompt": "a", "id": 1e999}', "The line is not JSON; write an object"),
         (b'{"prompt": "a", "certainty": 0.5}', "certainty was removed from generation"),
         (b'{"prompt": "a", "top_p": 1' + b"0" * 400 + b"}", "top_p must be a finite number"),
         (b'{"prompt": "' + b"a b" * 99 + b'"}', "but the context is 64; shorten it."),

@@ -13,6 +13,7 @@ from loopformer.inference.chat import ChatTemplate
 from loopformer.inference.request import Sampling
 from loopformer.serving.protocol import (
     CLIENT_GONE,
+    IGNORED,
     ApiError,
     ChatBody,
     CompletionBody,
@@ -51,9 +52,13 @@ def test_what_chats_do_not_support_is_refused_by_name(name: str) -> None:
 
 def test_values_that_change_nothing_are_taken() -> None:
     completion(frequency_penalty=0, presence_penalty=0.0, best_of=1, logit_bias={}, suffix="")
-    ChatBody.model_validate(
-        {"messages": MESSAGES, "response_format": {"type": "text"}, "tools": [], "store": False}
-    )
+    ChatBody.model_validate({"messages": MESSAGES, "response_format": {"type": "text"}, "tools": []})
+    for name in IGNORED:
+        for value in (True, "x", {"a": ["b"]}):
+            assert completion(**{name: value}) == completion()
+            ChatBody.model_validate({"messages": MESSAGES, name: value})
+        with pytest.raises(ValidationError, match="is not a field of this request"):
+            TokenizeBody.model_validate({"prompt": "its", name: "x"})
     completion(stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
     TokenizeBody.model_validate({"prompt": "its", "add_special_tokens": True, "return_token_strs": False})
     answered = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None}

@@ -2,12 +2,17 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from loopformer import plots
+from loopformer.plots import Panel
+from loopformer.training import reporting
 from loopformer.training.launch import launch
 from loopformer.training.reporting import METRICS, read_metrics
 
@@ -52,6 +57,31 @@ def test_a_run_goes_on_over_odd_lines_and_keeps_its_records(small: Small, tmp_pa
     assert losses(run)[: len(before)] == before
     assert [step for kind, step, _ in losses(run) if kind == "train"] == [1, 2, 3, 4, 5, 6]
     assert all(json.loads(line) for line in (run / METRICS).read_text().splitlines())
+
+
+def test_losses_are_labelled_by_their_budgets(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr and in the legend of curves.png; the first step has a line, however rarely steps are logged."""
+    entries = "[{budget: full}, {budget: [2, 3]}, {budget: 1}, {budget: 1}, {budget: short}]"
+    drawn: list[Panel] = []
+
+    def line_figure(panels: list[Panel], **options: Any) -> Any:
+        drawn.extend(panels)
+        return plots.line_figure(panels, **options)
+
+    monkeypatch.setattr(reporting, "line_figure", line_figure)
+    settings = small(objective__trajectories=entries, training__log_every=6)
+    launch("demo", settings, tmp_path / "run")
+    said = [line for line in capsys.readouterr().err.splitlines() if "tok/s" in line]
+    number = r"\d+\.\d{3}"
+    columns = f"loss full {number} · M=2–3 {number} · M=1 {number} · M=1 \\(entry 4\\) {number} · short {number}  "
+    assert re.match(rf"step 1/6  {columns}.* tok/s  lr \S+$", said[0])
+    assert re.match(rf"step 6/6  {columns}.* tok/s  lr \S+  0:00:00 left$", said[1])
+    assert len(said) == 2
+    assert [kind for kind, step, _ in losses(tmp_path / "run") if step == 1] == []
+    assert [line.label for line in drawn[0].lines] == ["full", "M=2–3", "M=1", "M=1 (entry 4)", "short"]
+    assert [line.label for line in drawn[1].lines] == ["M=1", "M=2", "M=4"]
 
 
 def test_what_reports_need_does_not_bring_the_trainer() -> None:

@@ -18,6 +18,7 @@ from loopformer.cli.export import export
 from loopformer.cli.generate import generate
 from loopformer.cli.import_ import import_
 from loopformer.cli.info import info
+from loopformer.cli.options import Verb, VerbGroup
 from loopformer.cli.prepare import prepare
 from loopformer.cli.report import report
 from loopformer.cli.search import search
@@ -28,13 +29,14 @@ from loopformer.errors import LoopformerError, remedy
 
 app = typer.Typer(
     name="loopformer",
+    cls=VerbGroup,
     help="Train, evaluate, analyse and serve elastic-depth language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (prepare, train, generate, chat, search, analyze, report, info, serve, import_, export, verify):
-    app.command(verb.__name__.removesuffix("_"))(verb)
+    app.command(verb.__name__.removesuffix("_"), cls=Verb)(verb)
 app.add_typer(evaluate, name="eval")
 app.add_typer(bench, name="bench")
 

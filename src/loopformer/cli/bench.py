@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopformer.cli.options import Device, Json, RemovedInt8, complete_model_or_preset
+from loopformer.cli.options import Device, Json, RemovedInt8, Verb, VerbGroup, complete_model_or_preset
 from loopformer.cli.output import output_file, print_files, stoppable
 from loopformer.config.model import BOX
 from loopformer.errors import LoopformerError, require
@@ -17,7 +17,7 @@ from loopformer.files import write_json
 if TYPE_CHECKING:
     from loopformer.model.looped import LoopedLM
 
-bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
+bench = typer.Typer(cls=VerbGroup, help="Measure speed on this machine.", no_args_is_help=True)
 
 _STOPPED = "nothing is kept but the lines above, the same command starts again"
 AnyModel = Annotated[
@@ -50,7 +50,7 @@ _COLUMN_FORMATS = {  # of a printed row; the other entries appear only in the JS
 }
 
 
-@bench.command("decode")
+@bench.command("decode", cls=Verb)
 @stoppable(_STOPPED)
 def decode(
     model: AnyModel = BOX,
@@ -92,7 +92,7 @@ def decode(
         _finish(report, model, out, as_json)
 
 
-@bench.command("engine")
+@bench.command("engine", cls=Verb)
 @stoppable(_STOPPED)
 def engine(
     model: AnyModel = BOX,
@@ -128,7 +128,7 @@ def engine(
         _finish(measure(lm, rows, numbers, length, tokens, _names(paths), seconds, print_line), model, out, as_json)
 
 
-@bench.command("train")
+@bench.command("train", cls=Verb)
 @stoppable(_STOPPED)
 def train(
     model: AnyModel = BOX,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from loopformer.cli.options import (
     TEXT,
@@ -31,6 +30,8 @@ from loopformer.cli.options import (
     OutFile,
     TaskData,
     Trajectories,
+    Verb,
+    VerbGroup,
     Window,
     check_at_most_one,
     text_of_model,
@@ -52,7 +53,7 @@ _FRACTIONS = ("acc", "exact_match")  # metrics that are shown in percent
 _TASK_OPTIONS = {"--tasks", "--export-requests", "--score-requests", "--aggregate"}
 
 
-class EvalGroup(TyperGroup):
+class EvalGroup(VerbGroup):
     """The subcommands. For one more version, `eval` without a subcommand works as before."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -81,7 +82,7 @@ def _with_subcommand(args: list[str]) -> list[str]:
 evaluate = typer.Typer(cls=EvalGroup, help="Measure how good a model is at any budgets.")
 
 
-@evaluate.command("text")
+@evaluate.command("text", cls=Verb)
 @stoppable(_STOPPED)
 def eval_text(
     model: ModelArgument = None,
@@ -133,7 +134,7 @@ def eval_text(
         typer.echo(stored if loaded.store.folder else "not kept: no results folder is writable", err=True)
 
 
-@evaluate.command("tasks")
+@evaluate.command("tasks", cls=Verb)
 @stoppable(_STOPPED)
 def eval_tasks(
     model: ModelArgument = None,
@@ -199,7 +200,7 @@ def eval_tasks(
         _show_tasks(results)
 
 
-@evaluate.command("states")
+@evaluate.command("states", cls=Verb)
 @stoppable(_STOPPED)
 def eval_states(
     model: ModelArgument = None,

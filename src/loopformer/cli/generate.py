@@ -48,7 +48,12 @@ def _outcome_of_stop(*_: Any, source: Path | None = None, **__: Any) -> str:
 @stoppable(_outcome_of_stop)
 def generate(
     model: Model = BOX,
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue. Default: standard input.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The text to continue. Default: standard input.")
+    ] = None,
+    prompt_option: Annotated[
+        str | None, typer.Option("--prompt", metavar="TEXT", help="The prompt, instead of the argument.")
+    ] = None,
     budget: BudgetOption = None,
     trajectory: TrajectoryOption = None,
     schedule: Annotated[
@@ -111,14 +116,17 @@ def generate(
 
     loopformer generate --input prompts.jsonl --out answers.jsonl --budget 2
 
-    A line of --input has a prompt. Its other fields override the options: budget or trajectory, max_tokens,
-    temperature, top_k, top_p, min_p, repetition_penalty, seed, stop. An id is copied to the answer.
+    A line of --input has a prompt, and perhaps an id, which its answer repeats.
+
+    Its other fields replace options of the same name, such as budget, max_tokens, temperature, seed and stop.
     """
     from loopformer.device import dtype_of
     from loopformer.errors import require
     from loopformer.evaluation.store import scheduled_trajectory, weights_hash
     from loopformer.lm import load, move_to_device
 
+    check_at_most_one({"the argument PROMPT": prompt, "--prompt": prompt_option})
+    prompt = prompt_option if prompt is None else prompt
     targets = {"--max-ms-per-token": max_ms_per_token, "--max-flops": max_flops}
     check_at_most_one({"--budget": budget, "--trajectory": trajectory, **targets, "--compare": compare})
     single_prompt_only = {"a prompt": prompt, "--compare": compare, **targets, "--json": as_json}
@@ -215,8 +223,8 @@ def _answer_file(
     print_files([out])
     if summary.errors:
         raise RunFailed(
-            f"{summary.errors} of {summary.lines} lines failed; see `error` in {out}, then correct these lines and "
-            "put them into a new file."
+            f"{summary.errors} of {summary.lines} lines failed; see `error` in {out}, correct these lines in "
+            f"{source}, and run the same command again."
         )
 
 

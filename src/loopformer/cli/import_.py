@@ -12,8 +12,11 @@ from loopformer.cli.output import stoppable
 
 @stoppable("a model appears only when it is complete, the same command starts again")
 def import_(
-    source: Annotated[str, typer.Argument(help="A .safetensors or .pt file, a Hugging Face folder, or a Hub id.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="A .safetensors or .pt file, a Hugging Face folder, or a Hub id."),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     heads: Annotated[int | None, typer.Option(help="Attention heads, for weights without a config.")] = None,
     loops: Annotated[int | None, typer.Option(help="Loops L, for weights without a config.")] = None,
     tokenizer: Annotated[

@@ -23,7 +23,8 @@ BUDGET_COLUMNS = (
     ("KV KB/token", "bf16_kv_bytes_per_token", 1e3, ",.1f"),
 )
 ModelOrPreset = Annotated[
-    str | None, typer.Argument(help=f"{MODEL}; or a preset.", autocompletion=complete_model_or_preset)
+    str | None,
+    typer.Argument(metavar="MODEL", help=f"{MODEL}; or a preset.", autocompletion=complete_model_or_preset),
 ]
 ModelOrPresetOption = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""Options that several verbs share, each declared once, and what a shell completes for them.
+"""Options that several verbs share, each declared once; how --help shows flags; what a shell completes.
 
     def search(model: Model = BOX, budget: …, device: Device = "auto", as_json: Json = False) -> None: …
 
@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from glob import escape, iglob
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from typer import Argument, Context, Option
+from typer import Argument, BadParameter, Context, Option
+from typer.core import TyperCommand, TyperGroup
 
 from loopformer.config import load_run
 from loopformer.config.model import BOX, bundled_model_dir
@@ -23,6 +24,46 @@ from loopformer.files import read_json, read_yaml
 
 RUN_FILE, MODEL_FILE = "run.yaml", "config.json"  # a folder with one of these is a run or a model
 MAX_FOLDERS = 2000  # paths that completion looks at on each level
+
+
+# How --help shows options.
+
+
+class _BareFlags:
+    """Shows a flag as `--json`, without the type that typer writes behind it."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the command that this is mixed into
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+_UsageError: type[Exception] = BadParameter.__mro__[1]  # typer does not export it
+
+
+class Verb(_BareFlags, TyperCommand):
+    """A verb of the command line. A wrong option or argument is one sentence, like any other mistake."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            problem: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+            names = {param.name for param in self.params}
+            path = ctx.command_path.removeprefix(ctx.find_root().command_path)  # however it was started
+            remedy = f"`loopformer{path} --help` lists what it takes"
+            if "extra argument" in problem and "model" in names:
+                remedy = "give the model with --model, and put quotes around a text"
+            elif "No such option" in problem and "settings" in names:
+                problem = problem.partition(" (")[0]
+                remedy = f"write settings without dashes, as in training.steps=100; {remedy}"
+            raise LoopformerError(f"{problem}; {remedy}.") from error
+
+
+class VerbGroup(_BareFlags, TyperGroup):
+    """A verb with subcommands."""
 
 
 # Completion. If nothing matches, the shell completes file names as usual.
@@ -77,7 +118,7 @@ def complete_budget(context: Context, incomplete: str) -> list[str]:
 MODEL = "A run, a model folder, published weights, or box, the bundled model"
 Model = Annotated[str, Option("--model", "-m", help=f"{MODEL}.", autocompletion=complete_model)]
 # For verbs that also take the model as their first argument; see `the_model`.
-ModelArgument = Annotated[str | None, Argument(metavar="[MODEL]", help=f"{MODEL}.", autocompletion=complete_model)]
+ModelArgument = Annotated[str | None, Argument(metavar="MODEL", help=f"{MODEL}.", autocompletion=complete_model)]
 ModelOption = Annotated[
     str | None, Option("--model", "-m", help="The model, instead of the argument.", autocompletion=complete_model)
 ]

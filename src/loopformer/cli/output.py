@@ -43,7 +43,7 @@ def progress(unit: str = "tokens") -> Iterator[Display]:
         def show_line(work: str, done: float, total: float | None) -> None:
             nonlocal last_line
             per_second = rate(work, done)  # also if nothing is printed, as the first call starts the clock
-            if time.monotonic() - last_line < LINE_SECONDS:
+            if time.monotonic() - last_line < LINE_SECONDS or (total is not None and done >= total):
                 return
             last_line = time.monotonic()
             line = f"{work}: {_amount(done)} {f'of {_amount(total)} ' if total else ''}{unit}"

@@ -22,9 +22,10 @@ def prepare(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
+            metavar="SOURCE",
             help="Files, folders or globs of .txt .md .jsonl .parquet (also .gz .xz .zst), "
             "hf:DATASET[:config][:split], pile, fineweb-edu, openwebtext, or stdlib, which is the default; "
-            "each may have a weight: news.jsonl=2.",
+            "each may have a weight, as in news.jsonl=2, which is 1 where only others have one.",
             show_default=False,
         ),
     ] = None,

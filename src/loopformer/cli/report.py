@@ -27,9 +27,7 @@ def report(
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write, empty or an earlier report.")],
     models: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="MODEL...", help="Runs, models or published weights.", autocompletion=complete_model
-        ),
+        typer.Argument(metavar="MODEL", help="Runs, models or published weights.", autocompletion=complete_model),
     ] = None,
     models_option: ModelsOption = None,
     text: Annotated[

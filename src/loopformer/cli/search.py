@@ -1,5 +1,6 @@
 """`loopformer search`: the best schedule of a budget."""
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,6 +54,8 @@ def search(
 ) -> None:
     """Rank the step schedules of a budget by perplexity, accuracy or both, and save the best one with the model.
 
+    If the best one is within noise of equal steps, equal steps are saved.
+
     Example: loopformer search --model runs/mine --budget 4 --text news.jsonl --figure schedules.png
     """
     from loopformer.analysis.figures import search_figure
@@ -92,10 +95,14 @@ def search(
         )
     if write_results({"model": model, **ranking}, out, as_json):
         _show(ranking)
+    chosen = ranking["chosen"]
+    is_uniform = chosen == ranking["uniform"]
     if path := save_best(model, ranking):
-        typer.echo(f"best schedule saved in {path}; use it with --schedule best", err=True)
-    else:
-        typer.echo(f"best schedule not saved, because {model} is not writable; use it with --trajectory", err=True)
+        name = "the schedule of equal steps" if is_uniform else chosen["schedule"]
+        typer.echo(f"{name} saved in {path}; use it with --schedule best", err=True)
+    elif not is_uniform:
+        remedy = f"use it with --trajectory {chosen['trajectory']}"
+        typer.echo(f"best schedule not saved, because {model} is not writable; {remedy}", err=True)
     if figure is not None:
         typer.echo(f"drawn: {save(search_figure(ranking), figure)}", err=True)
 
@@ -122,6 +129,8 @@ def _show(ranking: dict[str, Any]) -> None:
         for row in rows
         if row["rank"] <= _SHOWN_PER_END or row["rank"] > len(rows) - _SHOWN_PER_END or row == ranking["uniform"]
     )
+    if (gain := ranking["gain"]) is not None:
+        typer.echo(_gain_sentence(gain, ranking))
     typer.echo(f"spread: {', '.join(f'{name} {value:.4g}' for name, value in ranking['spread'].items())}")
     for which in ("best_tenth", "worst_tenth"):
         steps = ", ".join(f"{step:.3f}" for step in ranking["mean_steps"][which])
@@ -130,3 +139,20 @@ def _show(ranking: dict[str, Any]) -> None:
         typer.echo(f"rank correlation: {correlation:.3f} (1: perplexity and accuracy rank alike)")
     if (passes := ranking["passes"]) is not None:
         typer.secho(f"passes per batch: {passes['shared']:,}, {passes['separate']:,} without sharing", dim=True)
+
+
+def _gain_sentence(gain: dict[str, Any], ranking: dict[str, Any]) -> str:
+    """Whether the best schedule is better than equal steps by more than noise."""
+
+    def percent(nats: float) -> str:
+        return f"{100 * (1 - math.exp(-nats)):.2f} %"
+
+    found = f"{ranking['best']['schedule']} has {percent(gain['nats_per_token'])} less perplexity than equal steps"
+    if gain["stderr"] is None:
+        return f"{found}; the text is too short to tell whether that is more than noise"
+    threshold = (
+        f"{percent(gain['needed'] * gain['stderr'])} that the best of {ranking['measured']} may gain by chance"
+    )
+    if gain["is_significant"]:
+        return f"{found}, more than the {threshold}"
+    return f"{found}, within the {threshold}, so equal steps are as good"

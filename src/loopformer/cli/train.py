@@ -11,17 +11,22 @@ from loopformer.cli.options import Json, complete_preset
 from loopformer.cli.output import format_duration, stoppable
 from loopformer.config import DEFAULT_PRESET
 
+MAX_EPOCHS = 4  # text that is repeated more often teaches less and less (Muennighoff et al. 2023)
+
 
 @stoppable("what was saved is kept, the same command with --resume continues")
 def train(
     config: Annotated[
         str | None,
         typer.Argument(
+            metavar="PRESET",
             help="A preset (`loopformer info` lists them) or a .yaml file; elastic by default.",
             autocompletion=complete_preset,
         ),
     ] = None,
-    settings: Annotated[list[str] | None, typer.Argument(help="Settings, such as training.steps=100.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, such as training.steps=100.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run; runs/NAME by default.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the last good checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print FLOPs, memory and time, and stop.")] = False,
@@ -82,4 +87,7 @@ def _show_plan(planned: dict[str, Any], as_json: bool) -> None:
         "time": f"about {hours} on {plan['device']}{rate}",
         "data": planned["data_missing"],
     }
+    if plan["epochs"] is not None and plan["epochs"] > MAX_EPOCHS:
+        advice = "add text, or lower training.steps or training.batch"
+        rows["warning"] = f"more than {MAX_EPOCHS} epochs repeat the text so often that it teaches little; {advice}"
     typer.echo("\n".join(f"{name:12} {value}" for name, value in rows.items() if value is not None))

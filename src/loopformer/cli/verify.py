@@ -19,7 +19,11 @@ Checks = Iterator[tuple[str, Callable[[], None]]]  # a name, and a function that
 def verify(
     paths: Annotated[
         list[str] | None,
-        typer.Argument(help="Data, runs, checkpoints, models, or the bundled box.", autocompletion=complete_model),
+        typer.Argument(
+            metavar="PATH",
+            help="Data, runs, checkpoints, models, or the bundled box.",
+            autocompletion=complete_model,
+        ),
     ] = None,
     models: ModelsOption = None,
     as_json: Json = False,

@@ -152,7 +152,7 @@ class Source:
 
 
 def parse_sources(specs: Sequence[str], field: str = "text", supervised: bool = False) -> tuple[Source, ...]:
-    """The sources for specs such as `NAME_OR_PATH[=weight]`. Either all specs have a weight, or none."""
+    """The sources for specs such as `NAME_OR_PATH[=weight]`. If one has a weight, those without have weight 1."""
     require(bool(specs), "Name at least one source: a file, a folder, hf:DATASET or stdlib.")
     sources: list[Source] = []
     for spec in specs:
@@ -160,11 +160,8 @@ def parse_sources(specs: Sequence[str], field: str = "text", supervised: bool = 
         used = {other.name for other in sources}
         names = (f"{source.name}-{number}" if number > 1 else source.name for number in itertools.count(1))
         sources.append(dataclasses.replace(source, name=next(name for name in names if name not in used)))
-    with_weight = [source for source in sources if source.weight is not None]
-    if with_weight:
-        all_weighted = len(with_weight) == len(sources)
-        require(all_weighted, "Give every source a weight (news.jsonl=2 books=1), or none of them.")
-        return tuple(sources)
+    if any(source.weight is not None for source in sources):
+        return tuple(dataclasses.replace(source, weight=source.weight or 1.0) for source in sources)
     # Without weights, a file in two sources is a mistake. Weights say that it is repeated on purpose.
     owners: dict[str, str] = {}  # the spec that reads each file or dataset
     for source in sources:
@@ -173,7 +170,7 @@ def parse_sources(specs: Sequence[str], field: str = "text", supervised: bool = 
             if name in owners:
                 raise LoopformerError(
                     f"{part.path or part.name} would be read twice, for {owners[name]} and for {source.given}; "
-                    "name it once, or give every source a weight."
+                    "name it once, or give a weight, such as {source.given}=1."
                 )
             owners[name] = source.given
     return tuple(sources)

@@ -198,6 +198,10 @@ class TokenData:
         """A split of a finished folder; sizes and the tokenizer are checked, checksums of shards are not."""
         folder = Path(folder)
         path = folder / INDEX_FILE
+        if folder.is_file():
+            raise FileProblem(
+                f"{folder} is a file; prepare it with `loopformer prepare {folder} --out FOLDER` first."
+            )
         if not is_prepared(folder):
             raise FileProblem(
                 f"{folder} is only partly prepared; run the same loopformer prepare command again to finish it."

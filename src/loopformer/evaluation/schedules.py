@@ -1,12 +1,22 @@
 """The best schedule of a budget, from measuring all its schedules, or a random sample if there are too many.
 
     ranking = search(model, budget=4, text=text)                     # 35 schedules for L = 8
-    ranking["best"]["trajectory"], ranking["spread"]["perplexity"]
+    ranking["best"]["trajectory"], ranking["spread"]["perplexity"], ranking["gain"]["is_significant"]
+    ranking["chosen"]["trajectory"]                                  # the best one, or equal steps if it is noise
     search(model, 4, text=text, accuracy=score, by="both")           # score: trajectories → accuracies
-    save_best("runs/mine", ranking)                                  # into schedules.json in the model's folder
+    save_best("runs/mine", ranking)                                  # the chosen one, into schedules.json
 
 Schedules lie on the training grid: their steps are multiples of 1/L. The uniform schedule is measured in any case.
 Schedules with the same first steps run together (scoring.py), and each such group is stored when it is complete.
+
+**Noise.** The best of many schedules looks better than it is, so `gain` asks whether any would look as good by
+chance. The text is cut into up to 100 blocks of consecutive windows. In each block, the loss of equal steps less
+that of a schedule is a paired gain. Pairs remove what is hard for both schedules, and blocks keep neighbouring
+windows, which depend on each other, together. The blocks give a mean gain per token and its standard error. The
+gain of the best schedule counts if it exceeds, in standard errors, the 95 % quantile of the largest gain that the
+schedules would show if none were better than equal steps. That quantile is simulated with the correlations between
+the schedules (a multiplier bootstrap of the maximum t). If the gain does not count, equal steps are chosen.
+Rankings by accuracy or both choose the best schedule without this test.
 
 An entry of schedules.json names the weights it was measured with, and is refused for others (store.py):
     {"4": {"trajectory": "2-1-2-3", "perplexity": 20.1, "by": "perplexity", "text": …, "weights": …}, …}
@@ -25,6 +35,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from loopformer.errors import LoopformerError, RunFailed, nearest, require
 from loopformer.evaluation.store import (
     SCHEDULES_FILE,
@@ -35,7 +47,7 @@ from loopformer.evaluation.store import (
     saved_schedules,
     weights_hash,
 )
-from loopformer.evaluation.text import Protocol, Text, cut_text, sum_likelihoods
+from loopformer.evaluation.text import CutText, Likelihood, Protocol, Text, cut_text, sum_likelihoods
 from loopformer.files import write_json
 from loopformer.model import LoopedLM
 from loopformer.scoring import BATCH_TOKENS, count_loops, score_spans
@@ -43,6 +55,10 @@ from loopformer.trajectory import Trajectory
 
 RANKINGS = ("perplexity", "accuracy", "both")
 MAX_SCHEDULES = 500  # if a budget has more, a random sample of this size is measured
+
+MAX_BLOCKS = 100  # of windows, to estimate how much a gain depends on the text
+ERROR_RATE = 0.05  # how often a search takes noise for a gain, over all its schedules together
+_DRAWS = 4000  # of the simulation; the quantile of a maximum then varies by about 1 %
 
 Accuracies = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
 MeasuredSchedules = Mapping[Trajectory, Mapping[str, Any]]
@@ -81,6 +97,7 @@ def search(
     )
     weights, store = weights or weights_hash(model), store or Store(None)
     cut = None if text is None else cut_text(text, protocol or Protocol(), model.config.context)
+    gain: JsonDict | None = None
 
     started, is_exhaustive, rng = time.perf_counter(), grid_size <= limit, random.Random(0)
     if is_exhaustive:
@@ -93,20 +110,30 @@ def search(
     measured: dict[Trajectory, JsonDict] = {trajectory: {} for trajectory in trajectories}
     if cut is not None:
         keys = {each: cut.key("schedule", model, weights, each) for each in trajectories}
-        done = {each: stored for each in trajectories if (stored := store.get(keys[each])) is not None}
+        found = {each: store.get(keys[each]) for each in trajectories}
+        # Earlier versions stored no blocks.
+        done = {each: stored for each, stored in found.items() if stored is not None and "blocks" in stored}
         missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
         # Schedules with the same first step run together, and each group is stored when it is done.
         for _, schedules in itertools.groupby(missing, key=lambda each: each.steps[0]):
             group = list(schedules)
-            status = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
+            first, last = len(done) + 1, len(done) + len(group)
+            numbers = f"schedule {first}" if first == last else f"schedules {first}-{last}"
+            status = f"{numbers} of {len(trajectories)}"
             batches = score_spans(model, cut.windows, group, batch_tokens, share=False)
             sums = sum_likelihoods(batches, cut, report, status)
-            done |= {each: store.put(keys[each], sums[each].summarize(cut)) for each in group}
-        measured |= {each: dict(stored) for each, stored in done.items()}  # copies, which get an accuracy below
+            for each in group:
+                blocks = _block_nats(sums[each], cut)
+                done[each] = store.put(keys[each], {**sums[each].summarize(cut), "blocks": blocks})
+        if by == "perplexity":
+            gain = best_gain({each: stored["blocks"] for each, stored in done.items()}, uniform, _block_tokens(cut))
+        for each, stored in done.items():
+            measured[each] = {name: value for name, value in stored.items() if name != "blocks"}
     if accuracy is not None:
         for trajectory, value in accuracy(trajectories).items():
             measured[trajectory]["accuracy"] = value
     ranking = describe(measured, uniform, by, loops)
+    is_noise = gain is not None and not gain["is_significant"]
     if by != "accuracy" and ranking["best"]["perplexity"] is None:
         raise RunFailed("No schedule gives a number; the model's weights are damaged or its training diverged.")
     # Loops that one batch runs if common first steps are computed once (shared), or for each schedule (separate).
@@ -123,6 +150,61 @@ def search(
         "passes": passes if is_exhaustive else None,
         "seconds": time.perf_counter() - started,
         **ranking,
+        "gain": gain,
+        "chosen": ranking["uniform" if is_noise else "best"],
+    }
+
+
+def _block_nats(likelihood: Likelihood, cut: CutText) -> list[float | None]:
+    """The nats of each block of consecutive windows; None where the model's output is not a number."""
+    sums = [math.fsum(likelihood.windows[window] for window in block) for block in _blocks(cut)]
+    return [value if math.isfinite(value) else None for value in sums]
+
+
+def _block_tokens(cut: CutText) -> list[int]:
+    """The scored tokens of each block."""
+    return [sum(cut.windows[window].scored for window in block) for block in _blocks(cut)]
+
+
+def _blocks(cut: CutText) -> list[range]:
+    """The windows of each block: consecutive ones, and up to one more in some blocks than in others."""
+    count, windows = min(MAX_BLOCKS, len(cut.windows)), len(cut.windows)
+    return [range(block * windows // count, (block + 1) * windows // count) for block in range(count)]
+
+
+def best_gain(
+    nats: Mapping[Trajectory, Sequence[float | None]], uniform: Trajectory, tokens: Sequence[int]
+) -> JsonDict | None:
+    """How much less loss the best schedule has than the uniform one, and whether that is more than noise.
+
+    `nats` holds the loss of each schedule and `tokens` the number of tokens, block by block. None if no schedule is
+    better, or if the losses cannot be compared because some are not numbers.
+    """
+    others = [each for each in nats if each != uniform]
+    if not others or any(value is None for values in nats.values() for value in values):
+        return None
+    table = {each: np.array(values, dtype=np.float64) for each, values in nats.items()}
+    counts = np.array(tokens, dtype=np.float64)  # [B]
+    gains = np.stack([table[uniform] - table[each] for each in others])  # [K, B]; above 0: better than uniform
+    means = gains.sum(1) / counts.sum()  # [K]
+    if means.max() <= 0:
+        return None
+    residuals = gains - means[:, None] * counts  # [K, B]
+    blocks, spread = len(counts), np.sqrt((residuals**2).sum(1, keepdims=True))  # spread [K, 1]
+    best = int(means.argmax())
+    if blocks == 1 or spread[best, 0] == 0:
+        return {"nats_per_token": float(means[best]), "stderr": None, "needed": None, "is_significant": False}
+    errors = spread[:, 0] * math.sqrt(blocks / (blocks - 1)) / counts.sum()  # [K]
+    # A draw weights the blocks at random. Student's t, because the errors are estimated from few blocks.
+    rng = np.random.default_rng(0)
+    draws = residuals / np.maximum(spread, np.finfo(float).tiny) @ rng.standard_normal((blocks, _DRAWS))
+    draws *= np.sqrt((blocks - 1) / rng.chisquare(blocks - 1, _DRAWS))  # [K, draws]
+    needed = float(np.quantile(draws.max(0), 1 - ERROR_RATE))
+    return {
+        "nats_per_token": float(means[best]),
+        "stderr": float(errors[best]),
+        "needed": needed,  # standard errors
+        "is_significant": bool(means[best] > needed * errors[best]),
     }
 
 
@@ -194,16 +276,16 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def save_best(source: str | Path, ranking: JsonDict) -> Path | None:
-    """Save the best schedule of a search in the model's folder; None if that folder is not writable.
+    """Save the chosen schedule of a search in the model's folder; None if that folder is not writable.
 
     It replaces an earlier schedule of the same budget. Entries of other budgets stay.
     """
     if not (Path(source).is_dir() and os.access(source, os.W_OK)):
         return None
-    best, text = ranking["best"], ranking["text"]
+    chosen, text = ranking["chosen"], ranking["text"]
     entry = {
-        "trajectory": best["trajectory"],
-        **{name: best[name] for name in ("perplexity", "accuracy") if name in best},
+        "trajectory": chosen["trajectory"],
+        **{name: chosen[name] for name in ("perplexity", "accuracy") if name in chosen},
         **{name: ranking[name] for name in ("by", "method", "measured", "weights")},
         "text": text and {name: text[name] for name in ("text", "sha256", "tokens")},
         "tasks": ranking["tasks"] and ranking["tasks"]["names"],

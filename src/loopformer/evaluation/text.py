@@ -40,6 +40,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from loopformer.config import load_run
 from loopformer.data.corpus import PRESETS, Source, parse_sources
@@ -91,7 +92,9 @@ def read_text(
     else:
         has_pattern = any(mark in name for mark in "*?[=")
         if not (name in NAMED_SOURCES or name.startswith("hf:") or has_pattern or Path(name).exists()):
-            hint = nearest(name, list(NAMED_SOURCES), otherwise=f"named texts are {', '.join(NAMED_SOURCES)}.")
+            known = f"named texts are {', '.join(NAMED_SOURCES)}."
+            is_path = any(mark in name for mark in "./\\")  # so it is no misspelt name
+            hint = f"check the path; {known}" if is_path else nearest(name, list(NAMED_SOURCES), otherwise=known)
             raise FileProblem(f"There is no file, folder or text {name}; {hint}")
         (source,) = parse_sources([name], field)
         require(source.weight is None, f"A weight, as in {name!r}, is for training; leave it out here.")
@@ -254,7 +257,7 @@ def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
                 remaining -= len(ids)
     tokens = sum(span.scored for span in spans)
     require(
-        tokens >= window,
+        tokens >= (window if limit is None else max(1, min(window, limit))),
         f"{text.name} has {tokens} tokens to score, fewer than one window of {window}; "
         "give more text or a smaller --window.",
     )
@@ -280,6 +283,7 @@ class Likelihood:
     nats: float = 0.0  # of all scored tokens
     end_nats: float = 0.0  # of the end tokens among them
     loops: Counter[int] = field(default_factory=Counter)  # with early exit: positions per number of loops
+    windows: Counter[int] = field(default_factory=Counter)  # nats of each window, by its index
 
     def summarize(self, cut: CutText) -> JsonDict:
         """Perplexity and bits per byte, None where the model's output is not a number."""
@@ -305,6 +309,8 @@ def sum_likelihoods(
             sums[trajectory].nats += float(nats.sum())
             sums[trajectory].end_nats += float(nats[is_end].sum())
             sums[trajectory].loops.update(batch.loops)
+            of_windows = [float(part.sum()) for part in torch.split(nats, batch.sizes)]
+            sums[trajectory].windows.update(dict(zip(batch.spans, of_windows, strict=True)))
         done += len(batch.targets)
         if report:
             report(status, done, cut.tokens)

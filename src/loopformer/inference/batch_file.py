@@ -7,9 +7,10 @@
     done = answer_file(Path("prompts.jsonl"), Path("answers.jsonl"), engine, request_of, settings)
 
 Prompts are read while earlier ones run, so a file may have any length. An answer is written once all earlier ones
-are, so answers have the order of the prompts. The file answers.jsonl.run.json records the settings, and the number
-and hash of the prompts. A run resumes only if the settings and the recorded prompts are unchanged. Prompts may be
-appended between runs.
+are, so answers have the order of the prompts. The file answers.jsonl.run.json records the settings, the number of
+prompts, a hash of those that did not fail and a hash of each that did. A run resumes only if the settings and the
+prompts that did not fail are unchanged. A prompt that failed is answered again once its line has been changed.
+Prompts may be appended between runs.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from loopformer.errors import REMOVED_CERTAINTY, FileProblem, LoopformerError, RunFailed, nearest, unreadable
-from loopformer.files import append_line, explain_write_errors, open_exclusive, read_json, write_json
+from loopformer.files import append_line, explain_write_errors, open_atomic, open_exclusive, read_json, write_json
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Event, Request
 
@@ -61,7 +63,7 @@ def answer_file(
     settings: dict[str, Any],
     report: Callable[[int, int], object] = lambda done, total: None,
 ) -> BatchReport:
-    """Answer every prompt of a file that has no answer yet, and count the answers.
+    """Answer every prompt of a file that has no answer yet or was changed after it failed, and count the answers.
 
     request_of   makes a request from the checked fields of a line; if it raises LoopformerError, that is the answer
     settings     everything else that affects the answers, as plain JSON keyed by option
@@ -71,22 +73,53 @@ def answer_file(
         raise FileProblem(f"Prompts are read twice, and {source} cannot be read twice; write them to a file first.")
     if out.exists() and source.exists() and out.samefile(source):
         raise FileProblem(f"{out} is the file of prompts itself; give another --out.")
-    with _open_prompts(source) as lines, open_exclusive(out) as file:
-        total = _check_resumable(source, out, json.loads(json.dumps(settings)))
-        prompts = _read_prompts(lines)
-        done, errors, end = _skip_answered(source, out, prompts)
-        with explain_write_errors(out):
-            file.truncate(end)  # drop an answer that was cut off
-        report(done, total)
-        for answer in _answer_in_order(engine, request_of, prompts):
-            # An id may hold half a surrogate pair, which UTF-8 cannot encode: it becomes its JSON escape.
-            line = json.dumps(answer, ensure_ascii=False) + "\n"
-            append_line(file, out, line.encode(errors="backslashreplace"))
-            done, errors = done + 1, errors + ("error" in answer)
-            report(done, max(done, total))
+    with _open_prompts(source) as lines:
+        with open_exclusive(out):
+            record, mended = _check_resumable(source, out, json.loads(json.dumps(settings)))
+            if mended:
+                _answer_mended(source, out, engine, request_of, mended)
+        with open_exclusive(out) as file:  # opened again, because mended answers come with a new file
+            prompts, total = _read_prompts(lines), record["input"]["lines"]
+            done, failed, end = _skip_answered(source, out, prompts)
+            with explain_write_errors(out):
+                file.truncate(end)  # drop an answer that was cut off
+            report(done, total)
+            try:
+                for answer in _answer_in_order(engine, request_of, prompts):
+                    append_line(file, out, _to_line(answer))
+                    done += 1
+                    if "error" in answer:
+                        failed.add(done)
+                    report(done, max(done, total))
+            finally:
+                _record_failed(source, out, record, failed)
     if done < total:
         raise FileProblem(f"{source} was shortened during the run; {done} of its {total} prompts are answered.")
-    return BatchReport(done, errors)
+    return BatchReport(done, len(failed))
+
+
+def _answer_mended(
+    source: Path,
+    out: Path,
+    engine: Engine,
+    request_of: Callable[[dict[str, Any]], Request],
+    mended: Collection[int],
+) -> None:
+    """Replace the answers to these prompts, counted from 1, by new ones. The other answers stay."""
+
+    def prompts_and_answers(lines: Iterable[bytes]) -> Iterator[_Prompt | AnswerLine]:
+        answered = _answered_prompts(source, out, _read_prompts(lines), mended)
+        for number, (prompt, answer, _) in enumerate(answered, 1):
+            yield prompt if number in mended else answer
+
+    with _open_prompts(source) as lines, open_atomic(out) as file:
+        for answer in _answer_in_order(engine, request_of, prompts_and_answers(lines)):
+            file.write(_to_line(answer))
+
+
+def _to_line(answer: AnswerLine) -> bytes:
+    # An id may hold half a surrogate pair, which UTF-8 cannot encode: it becomes its JSON escape.
+    return (json.dumps(answer, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def _open_prompts(source: Path) -> IO[bytes]:
@@ -124,7 +157,7 @@ def _read_prompts(lines: Iterable[bytes]) -> Iterator[_Prompt]:
         except LoopformerError as error:
             fields = error
         except (ValueError, RecursionError):  # a wrong encoding is a ValueError
-            fields = LoopformerError("The line is not JSON.")
+            fields = LoopformerError('The line is not JSON; write an object such as {"prompt": "…"}.')
         yield _Prompt(prompt_id, fields)
 
 
@@ -146,9 +179,12 @@ def _check_fields(fields: dict[str, Any]) -> None:
 
 
 def _answer_in_order(
-    engine: Engine, request_of: Callable[[dict[str, Any]], Request], prompts: Iterator[_Prompt]
+    engine: Engine, request_of: Callable[[dict[str, Any]], Request], prompts: Iterator[_Prompt | AnswerLine]
 ) -> Iterator[AnswerLine]:
-    """The answers in the order of the prompts. The engine's queue is filled before every step."""
+    """The answers in the order of the prompts. The engine's queue is filled before every step.
+
+    An answer among the prompts is passed on in its turn.
+    """
     pending: deque[AnswerLine] = deque()  # in the order of the prompts; has only an id until it is answered
     by_ticket: dict[int, AnswerLine] = {}
     more = True
@@ -158,6 +194,9 @@ def _answer_in_order(
             if prompt is None:
                 more = False
                 break
+            if isinstance(prompt, dict):
+                pending.append(prompt)
+                continue
             answer: AnswerLine = {"id": prompt.id}
             pending.append(answer)
             try:
@@ -205,16 +244,24 @@ def _step_with_retry(engine: Engine) -> list[Event]:
 # Resuming an earlier file of answers.
 
 
-def _check_resumable(source: Path, out: Path, settings: dict[str, Any]) -> int:
-    """The number of prompts. Raises if the existing answers belong to other prompts or settings."""
-    record = out.with_name(out.name + ".run.json")
+def _record_path(out: Path) -> Path:
+    return out.with_name(out.name + ".run.json")
+
+
+def _check_resumable(source: Path, out: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], set[int]]:
+    """The record of this run, and which prompts were changed after they had failed.
+
+    Raises if the existing answers belong to other prompts or settings.
+    """
+    path = _record_path(out)
     is_resumed = out.stat().st_size > 0
-    if is_resumed and not record.exists():
-        raise FileProblem(f"{out} exists without {record.name}, so it may not hold answers; {_other_out(out)}")
-    before = read_json(record) if is_resumed else {"input": {"lines": 0}}
+    if is_resumed and not path.exists():
+        raise FileProblem(f"{out} exists without {path.name}, so it may not hold answers; {_other_out(out)}")
+    before: dict[str, Any] = read_json(path) if is_resumed else {"input": {"lines": 0}}
     if is_resumed and before.get("version") != VERSION:
         raise FileProblem(f"{out} was begun by another version of loopformer; {_other_out(out)}")
-    count, digest, digest_before = _hash_prompts(source, before["input"]["lines"])
+    failed: dict[str, str] = before["input"].get("failed", {})  # earlier versions did not record them
+    mended = set[int]()
     if is_resumed:
         earlier = before["settings"]
         changed = [name for name in {**settings, **earlier} if settings.get(name) != earlier.get(name)]
@@ -222,51 +269,91 @@ def _check_resumable(source: Path, out: Path, settings: dict[str, Any]) -> int:
             raise FileProblem(f"{out} was begun with another model; {_other_out(out)}")
         if changed:
             raise FileProblem(f"{out} was begun with other options ({', '.join(changed)}); {_other_out(out)}")
-        if digest_before != before["input"]["sha256"]:
+        now = _describe_prompts(source, failed, before["input"]["lines"])
+        if any(now[name] != before["input"][name] for name in ("lines", "sha256")):
             raise FileProblem(f"{out} holds answers to other prompts than {source}; {_other_out(out)}")
-    after = {"version": VERSION, "settings": settings, "input": {"lines": count, "sha256": digest}}
+        mended = {int(number) for number in failed if now["failed"][number] != failed[number]}
+    # The hashes of mended prompts stay those of the old lines until the new answers are written.
+    after = {
+        "version": VERSION,
+        "settings": settings,
+        "input": {**_describe_prompts(source, failed), "failed": failed},
+    }
     if after != before:
-        write_json(record, after)
-    return count
+        write_json(path, after)
+    return after, mended
+
+
+def _record_failed(source: Path, out: Path, record: dict[str, Any], failed: Collection[int]) -> None:
+    """Record which prompts failed, so that they may be changed before the next run."""
+    begun = record["input"]
+    if not failed and not begun["failed"]:
+        return
+    now = _describe_prompts(source, begun["failed"])
+    # Lines that were changed during the run may differ from what was answered, so the next run must see the change.
+    if all(now[name] == begun[name] for name in ("lines", "sha256")):
+        described = _describe_prompts(source, {str(number) for number in failed})
+        if described != begun:
+            write_json(_record_path(out), {**record, "input": described})
 
 
 def _other_out(out: Path) -> str:
     return f"give another --out, or remove {out} to start over."
 
 
-def _hash_prompts(source: Path, first: int) -> tuple[int, str, str]:
-    """The number of lines that are not blank, their hash, and the hash of the first `first` of them."""
-    digest, count = hashlib.sha256(), 0
-    digest_of_first = digest.hexdigest()
-    with _open_prompts(source) as lines:
-        for line in lines:
-            if not line.strip():
-                continue
-            digest.update(line.rstrip(b"\r\n") + b"\n")
-            count += 1
-            if count == first:
-                digest_of_first = digest.hexdigest()
-    return count, digest.hexdigest(), digest_of_first
+def _describe_prompts(source: Path, failed: Collection[str], first: int | None = None) -> dict[str, Any]:
+    """The number of lines that are not blank, a hash of those that did not fail, and hashes of those that did.
 
-
-def _skip_answered(source: Path, out: Path, prompts: Iterator[_Prompt]) -> tuple[int, int, int]:
-    """Advance `prompts` past those with answers. Returns the numbers of answers and errors, and the answers' bytes.
-
-    A last line without a newline was cut off by an interruption and is not counted.
+    `failed` holds their numbers, counted from 1. Only the `first` lines are described, or all of them.
     """
-    count = errors = end = 0
+    digest, count, hashes = hashlib.sha256(), 0, dict[str, str]()
+    with _open_prompts(source) as lines:
+        for line in islice(filter(bytes.strip, lines), first):
+            count += 1
+            content = line.rstrip(b"\r\n") + b"\n"
+            if str(count) in failed:
+                hashes[str(count)] = hashlib.sha256(content).hexdigest()[:16]
+            else:
+                digest.update(content)
+    return {"lines": count, "sha256": digest.hexdigest(), "failed": hashes}
+
+
+def _skip_answered(source: Path, out: Path, prompts: Iterator[_Prompt]) -> tuple[int, set[int], int]:
+    """Advance `prompts` past those with answers.
+
+    Returns the number of answers, which of them are errors, counted from 1, and the bytes of all.
+    """
+    count, failed, end = 0, set[int](), 0
+    for _, answer, size in _answered_prompts(source, out, prompts):
+        count, end = count + 1, end + size
+        if "error" in answer:
+            failed.add(count)
+    return count, failed, end
+
+
+def _answered_prompts(
+    source: Path, out: Path, prompts: Iterator[_Prompt], mended: Collection[int] = ()
+) -> Iterator[tuple[_Prompt, AnswerLine, int]]:
+    """The prompts that have an answer, with the answer and the bytes of its line.
+
+    Raises if an answer has another id than its prompt, except for mended prompts, counted from 1. A last line
+    without a newline was cut off by an interruption and is left out.
+    """
     with out.open("rb") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
-                break
+                return
             try:
                 answer = json.loads(line)
             except (ValueError, RecursionError):
                 answer = None
             prompt = next(prompts, None)
-            if prompt is None or not isinstance(answer, dict) or answer.get("id") != prompt.id:
+            if (
+                prompt is None
+                or not isinstance(answer, dict)
+                or (answer.get("id") != prompt.id and number not in mended)
+            ):
                 raise FileProblem(
-                    f"Line {count + 1} of {out} does not answer its prompt in {source}; {_other_out(out)}"
+                    f"Line {number} of {out} does not answer its prompt in {source}; {_other_out(out)}"
                 )
-            count, errors, end = count + 1, errors + ("error" in answer), end + len(line)
-    return count, errors, end
+            yield prompt, answer, len(line)

@@ -4,8 +4,8 @@
     job = body.job(served)                       # prompts, sampling, trajectory: what the engine generates
 
 The extra fields are `budget`, `trajectory`, `min_budget`, `priority`, and vLLM's `top_k`, `min_p` and
-`repetition_penalty`. An unsupported field of OpenAI's is an error that names it, unless its value changes nothing
-(null, `"frequency_penalty": 0`). No field is ignored.
+`repetition_penalty`. Fields of OpenAI's that do not change the text are ignored (`IGNORED`). Any other unsupported
+field is an error that names it, unless its value changes nothing (null, `"frequency_penalty": 0`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,25 @@ if TYPE_CHECKING:
 
 NeutralValues = dict[str, tuple[Any, ...]]  # by field: the values that change nothing, besides null
 
+# OpenAI's fields about accounts, bills, caches and tools, which no text depends on here. Any value is accepted.
+IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
 _COMMON_UNSUPPORTED: NeutralValues = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "user": (),
 }
 _COMPLETION_UNSUPPORTED = {**_COMMON_UNSUPPORTED, "best_of": (1,), "suffix": ("",)}
 _CHAT_UNSUPPORTED: NeutralValues = {
@@ -45,19 +59,10 @@ _CHAT_UNSUPPORTED: NeutralValues = {
     "audio": (),
     "function_call": (),
     "functions": ([],),
-    "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (),
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "tool_choice": ("none",),
     "tools": ([],),
     "verbosity": (),
@@ -153,10 +158,11 @@ def encodable(text: str) -> str:
 
 
 class Body(BaseModel):
-    """The base of all bodies: values are not converted, and unknown fields are errors."""
+    """The base of all bodies: values are not converted, and a field must be known or ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    ignored: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[NeutralValues] = {}  # OpenAI's fields that are refused with any other value
 
     @model_validator(mode="before")
@@ -167,7 +173,7 @@ class Body(BaseModel):
         fields = {}
         for name, value in body.items():
             neutral = cls.unsupported.get(name)
-            if value is None or (neutral is not None and value in neutral):
+            if value is None or name in cls.ignored or (neutral is not None and value in neutral):
                 continue
             if neutral is not None:
                 sentence = "'{field}' is a field of OpenAI's that is not supported here; leave it out."
@@ -208,6 +214,8 @@ class StreamOptionsBody(Body):
 
 class GenerationBody(DepthBody):
     """What completions and chat completions share."""
+
+    ignored: ClassVar[frozenset[str]] = IGNORED
 
     n: int = Field(1, ge=1, le=128)
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] = []

@@ -135,7 +135,7 @@ def _load_settings(
     # If the file in the run's folder is lost, the copy in the newest checkpoint replaces it.
     files = [folder / SETTINGS for folder in (out, *reversed(saved)) if (folder / SETTINGS).is_file()]
     if resume and source is None and not files:
-        raise FileProblem(f"{out} holds no run to resume; check --out.")
+        raise FileProblem(f"{out} holds no run to resume; name the folder of the run with --out.")
     run, keys = load_run(source or (files[0] if resume else DEFAULT_PRESET), overrides)
     if not saved:
         return _with_absolute_paths(run), keys

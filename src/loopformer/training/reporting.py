@@ -41,7 +41,7 @@ class Reporter:
     def __init__(self, run: RunConfig, out: Path, active: bool, first_step: int, quiet: bool = False) -> None:
         self.active, self.steps = active, run.training.steps
         self._training, self._path, self._quiet = run.training, out / METRICS, quiet
-        self._started, self._first = time.perf_counter(), first_step
+        self._started, self._first = 0.0, first_step
         self._exit_stack, self._writers = ExitStack(), list[WriteRecord]()
         has_bar = active and sys.stderr.isatty() and not quiet
         self._bar = _progress_bar(self.steps, first_step) if has_bar else None
@@ -72,21 +72,19 @@ class Reporter:
             self._bar.update(0, completed=step)
 
     def progress(self, step: int, values: dict[str, Any]) -> None:
-        """Show a training record."""
-        losses = "  ".join(
-            f"{name.replace('loss_full', 'loss').removeprefix('loss_')} {value:.4f}"
-            for name, value in values.items()
-            if name.startswith("loss_")
-        )
-        text = f"{losses}  {values['tokens_per_second']:,.0f} tok/s  lr {values['learning_rate']:.2e}"
+        """Show the values of a step, with the time left unless it is the first, which takes longer than others."""
+        losses = " · ".join(f"{_label(name)} {value:.3f}" for name, value in values.items() if _is_loss(name))
+        text = f"loss {losses}  {values['tokens_per_second']:,.0f} tok/s  lr {values['learning_rate']:.2e}"
         if self._bar is not None:
             self._bar.update(0, note=text)
             return
-        seconds = (time.perf_counter() - self._started) / max(1, step - self._first) * (self.steps - step)
-        minutes, hours = int(seconds) // 60 % 60, int(seconds) // 3600
-        self.say(f"step {step}/{self.steps}  {text}  {hours}:{minutes:02d}:{int(seconds) % 60:02d} left")
+        done = step - self._first
+        seconds = int((time.perf_counter() - self._started) / done * (self.steps - step))
+        left = f"  {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left" if done > 1 else ""
+        self.say(f"step {step}/{self.steps}  {text}{left}")
 
     def __enter__(self) -> Reporter:
+        self._started = time.perf_counter()
         if self.active:
             out = self._path.parent
             # wandb first: it fails without a login, and then no other log must have been created.
@@ -105,6 +103,17 @@ class Reporter:
             with suppress(OSError):
                 self._bar.stop()
         self._exit_stack.close()
+
+
+def _is_loss(name: str) -> bool:
+    return name.startswith("loss_")
+
+
+def _label(name: str) -> str:
+    """What people read for the name of a loss: full, short, M=1, M=2–3, or M=2–3 (entry 4 of the objective)."""
+    budget, _, entry = name.removeprefix("loss_").partition("_")
+    label = f"M={budget.replace('-', '–')}" if budget[:1].isdigit() else budget
+    return f"{label} (entry {entry})" if entry else label
 
 
 @contextmanager
@@ -233,23 +242,21 @@ def draw_curves(run: Path) -> str | None:
     records = read_metrics(run)
     train = [record for record in records if record["kind"] == "train"]
     validations = [record for record in records if record["kind"] == "validation"]
-    names = dict.fromkeys(name for record in train for name in record if name.startswith("loss_"))
+    names = dict.fromkeys(name for record in train for name in record if _is_loss(name))
     if not names or not has_matplotlib():
         return None
-    labels = {"loss_full": "full trajectory", "loss_short": "short ones"}
     losses = []
     for name in names:
         # A step without an active entry has no loss for it. Earlier versions wrote 0.
         points = [(record["step"], record[name]) for record in train if record.get(name)]
         if points:
-            label = labels.get(name, name.removeprefix("loss_"))
-            losses.append(Line(label, [step for step, _ in points], [value for _, value in points]))
+            losses.append(Line(_label(name), [step for step, _ in points], [value for _, value in points]))
     perplexities = []
     for name in validations[0] if validations else ():
         if name.startswith("loss_at_"):
             values = [None if record[name] is None else math.exp(min(record[name], 30)) for record in validations]
             steps = [record["step"] for record in validations]
-            perplexities.append(Line(f"M = {name.removeprefix('loss_at_')}", steps, values))
+            perplexities.append(Line(_label(name.replace("loss_at_", "loss_")), steps, values))
     panels = [Panel(losses, title="training", xlabel="optimizer step", ylabel="cross-entropy")]
     if perplexities:
         log = needs_log_axis(value for line in perplexities for value in line.y)

@@ -216,6 +216,7 @@ class Trainer:
     def _loop(self, batches: Iterator[StepBatch]) -> None:
         training, state = self.run.training, self.state
         meter = SpeedMeter(self.run, self.ranks.device, self.ranks.world)
+        first_step = state.step + 1
         for batch in batches:
             step = state.step + 1
             rate = learning_rate(step, training)
@@ -228,7 +229,8 @@ class Trainer:
             state.bad_in_a_row = 0 if is_finite else state.bad_in_a_row + 1
             meter.add(flops)
             self.reporter.tick(step)
-            if step % training.log_every == 0 or step == training.steps or not is_finite:
+            is_recorded = step % training.log_every == 0 or step == training.steps or not is_finite
+            if is_recorded or step == first_step:  # without a record, so that the user sees at once how it goes
                 values = {
                     **self._mean_losses(terms, divisors),
                     "gradient_norm": float(norm),
@@ -237,7 +239,8 @@ class Trainer:
                     "epoch": self.loader.epoch(step),
                     **meter.read(),
                 }
-                self.reporter.record("train", step, values)
+                if is_recorded:
+                    self.reporter.record("train", step, values)
                 self.reporter.progress(step, values)
             if state.bad_in_a_row >= training.bad_steps:
                 raise RunFailed(
@@ -255,7 +258,8 @@ class Trainer:
                 self.save()
                 meter.skip()
             if is_stopping:
-                self.reporter.say(f"stopped at step {step}; continue with --resume")
+                again = f"loopformer train --resume --out {self.out}"
+                self.reporter.say(f"stopped at step {step}; continue with `{again}`")
                 return
 
     def _step(self, step: int, batch: StepBatch, divisors: list[float]) -> tuple[Tensor, Tensor, float]:
