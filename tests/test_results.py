@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 INDEX = RESULTS / "README.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(RESULTS.rglob("README.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(RESULTS.rglob("README.md"))]
 FILES = [file for file in sorted(RESULTS.rglob("*.json")) if file.name != "tokenizer.json"]
 FACTS = {  # the keys that record each fact
     "command": ("command",),
