@@ -200,11 +200,12 @@ STORED_AS = {  # seed 0 of these runs, under the name of an earlier suite
     ("final", "elastic"): ("smooth", "compositions-and-equal"),
 }
 PRESET = ("normed", "elastic-time-10")
-LABELS = {  # lines of the picture
-    PRESET: "elastic",
-    ("normed", "paper-ours"): "the paper's objective, our optimizer and start",
-    ("final", "early-exit"): "naive early exit, our optimizer",
-    ("final", "paper-adamw-2e-3"): "the paper's recipe, at the better of its rates",
+LABELS = {  # lines of the picture: looped models
+    PRESET: "elastic, one model",
+    ("baselines", "recurrent-depth"): "Recurrent Depth, our optimizer",
+    ("normed", "paper-ours"): "the paper's objective, our optimizer",
+    ("normed", "early-exit"): "naive early exit, our optimizer",
+    ("final", "paper-adamw-2e-3"): "the paper's recipe",
 }
 
 
@@ -245,7 +246,7 @@ def collect(runs: Path, out: Path) -> None:
                 by_run[suite, name] = seeds
         if table := {name: seeds for (of, name), seeds in by_run.items() if of == suite}:
             print(f"\n{suite}: perplexity, mean of the seeds (lowest to highest)\n\n{markdown(table)}")
-    if PRESET in by_run:
+    if PRESET in by_run and ("baselines", "plain-1") in by_run:
         save(compute_figure(by_run), out / "elastic.png")
 
 
@@ -264,27 +265,24 @@ def markdown(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def compute_figure(runs: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> "Figure":
-    """Perplexity against compute per token, means over the seeds: a model of each recipe, and the specialists."""
-    config = from_mapping(ModelConfig, runs[PRESET][0]["settings"]["model"], "model")
-    mflops = {budget: Cost(config).forward_flops(budget) / 1e6 for budget in range(1, config.loops + 1)}
+    """Perplexity against compute per token, means over the seeds: looped models, and plain ones of each depth."""
 
-    def mean_perplexity(run: tuple[str, str], budget: int) -> float:
-        return statistics.fmean(perplexities(result)[str(budget)] for result in runs[run])
-
-    def line(label: str, points: Mapping[int, float], dash: int = 0) -> Line:
-        names = [f"M={budget}" if dash else "" for budget in points]  # only below the lowest line is there room
-        return Line(label, [mflops[budget] for budget in points], list(points.values()), names=names, dash=dash)
+    def line(label: str, points: Sequence[tuple[Sequence[Mapping[str, Any]], int]], **style: Any) -> Line:
+        costs = [Cost(from_mapping(ModelConfig, seeds[0]["settings"]["model"], "model")) for seeds, _ in points]
+        mflops = [cost.forward_flops(budget) / 1e6 for cost, (_, budget) in zip(costs, points, strict=True)]
+        means = [
+            statistics.fmean(perplexities(result)[str(budget)] for result in seeds) for seeds, budget in points
+        ]
+        return Line(label, mflops, means, **style)
 
     lines = [
-        line(label, {m: mean_perplexity(run, m) for m in mflops}) for run, label in LABELS.items() if run in runs
+        line(label, [(runs[run], budget) for budget in range(1, 9)]) for run, label in LABELS.items() if run in runs
     ]
-    specialists = {m: run for m in mflops if (run := ("normed", f"specialist-{m}-twice")) in runs}
-    flops = sum(runs[run][0]["plan"]["total_flops"] for run in specialists.values())
-    ratio = flops / runs[PRESET][0]["plan"]["total_flops"]
-    label = f"specialists with as many tokens, {ratio:.1f} times the FLOPs in all"
-    lines.append(line(label, {m: mean_perplexity(run, m) for m, run in specialists.items()}, dash=1))
+    plain_runs = [(runs["baselines", f"plain-{blocks}"], 1) for blocks in sorted(PLAIN_STEPS)]
+    names = [f"{blocks} block{'s' * (blocks > 1)}" for blocks in sorted(PLAIN_STEPS)]
+    lines.append(line("plain Transformers, as much training compute for each", plain_runs, names=names, dash=1))
     panel = Panel(lines, xlabel="MFLOP per token (forward)", ylabel="held-out perplexity", log_y=True)
-    return line_figure([panel], height=3.4)
+    return line_figure([panel], height=3.6)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,9 @@ def test_generate_streams_text_and_prints_json(model: str) -> None:
         check=True,
     )
     assert "budget 4 of 4" in piped.stderr
-    named = CliRunner().invoke(app, ["generate", "--prompt", "every pass", *on, "--trajectory", "2-1-1"])
+    named = CliRunner().invoke(
+        app, ["generate", "--prompt", "every pass", *on, "--trajectory", "2-1-1", "--temperature", "0"]
+    )
     assert named.stdout == shown.stdout
     mistakes: list[tuple[list[str], bytes, str]] = [
         (["a", "--prompt", "b"], b"", "the argument PROMPT and --prompt exclude each other"),

@@ -146,12 +146,13 @@ def test_what_is_noise_is_not_chosen(lm: LM, text: Text, tmp_path: Path) -> None
     }
     if found["gain"] is not None:
         assert found["gain"]["nats_per_token"] == pytest.approx(max(gains.values()), rel=1e-4)
-    for file in tmp_path.iterdir():  # results of earlier versions had no blocks
+    for file in tmp_path.iterdir():  # results of earlier versions have no blocks, so they cannot be tested
         stored = json.loads(file.read_text())
         assert len(stored["value"].pop("blocks")) > 4
         file.write_text(json.dumps(stored))
     again = search(lm.model, 2, text=text, protocol=Protocol(window=4), store=Store(tmp_path))
-    assert again["gain"] == found["gain"]
+    assert again["schedules"] == found["schedules"]
+    assert (again["gain"], again["chosen"]) == (None, again["best"])
 
 
 def test_rank_by_both_is_by_mean_rank() -> None:

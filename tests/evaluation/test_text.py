@@ -109,7 +109,7 @@ def test_a_preset_is_what_prepare_holds_out_of_it(
     ("given", "sentence"),
     [
         ("fineweb_edu", "There is no file, folder or text fineweb_edu; did you mean fineweb-edu"),
-        ("nothing.txt", "no file, folder or text nothing.txt; named texts are stdlib, pile"),
+        ("nothing.txt", "no file, folder or text nothing.txt; check the path; named texts are stdlib, pile"),
         ("none/*.txt", "holds no file that prepare reads"),
         ("stdlib=2", "A weight, as in 'stdlib=2', is for training"),
     ],

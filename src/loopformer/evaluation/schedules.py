@@ -16,7 +16,7 @@ windows, which depend on each other, together. The blocks give a mean gain per t
 gain of the best schedule counts if it exceeds, in standard errors, the 95 % quantile of the largest gain that the
 schedules would show if none were better than equal steps. That quantile is simulated with the correlations between
 the schedules (a multiplier bootstrap of the maximum t). If the gain does not count, equal steps are chosen.
-Rankings by accuracy or both choose the best schedule without this test.
+Rankings by accuracy or both, and those that reuse results of earlier versions, choose the best schedule without it.
 
 An entry of schedules.json names the weights it was measured with, and is refused for others (store.py):
     {"4": {"trajectory": "2-1-2-3", "perplexity": 20.1, "by": "perplexity", "text": …, "weights": …}, …}
@@ -111,8 +111,7 @@ def search(
     if cut is not None:
         keys = {each: cut.key("schedule", model, weights, each) for each in trajectories}
         found = {each: store.get(keys[each]) for each in trajectories}
-        # Earlier versions stored no blocks.
-        done = {each: stored for each, stored in found.items() if stored is not None and "blocks" in stored}
+        done = {each: stored for each, stored in found.items() if stored is not None}
         missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
         # Schedules with the same first step run together, and each group is stored when it is done.
         for _, schedules in itertools.groupby(missing, key=lambda each: each.steps[0]):
@@ -125,7 +124,8 @@ def search(
             for each in group:
                 blocks = _block_nats(sums[each], cut)
                 done[each] = store.put(keys[each], {**sums[each].summarize(cut), "blocks": blocks})
-        if by == "perplexity":
+        # Earlier versions stored no blocks, so their results are ranked without the test.
+        if by == "perplexity" and all("blocks" in stored for stored in done.values()):
             gain = best_gain({each: stored["blocks"] for each, stored in done.items()}, uniform, _block_tokens(cut))
         for each, stored in done.items():
             measured[each] = {name: value for name, value in stored.items() if name != "blocks"}
