@@ -98,10 +98,12 @@ def verdict() -> str:
     elastic, plain = runs_of(*ELASTIC), plain_runs()
     deep = mean_perplexity(elastic, 8)
     one, two = (mean_perplexity(plain[blocks], 1) for blocks in (1, 2))
+    ours, theirs = (runs[0]["plan"]["parameters"] / 1e6 for runs in (elastic, plain[2]))
     return (
         "**Where depth does not pay.** Eight loops of one block beat one plain block "
-        f"({deep:.1f} against {one:.1f}), but two plain\nblocks beat eight loops ({two:.1f}). At this scale "
-        "looping saves parameters and gives every budget from one model. It does\nnot save training compute."
+        f"({deep:.1f} against {one:.1f}), but two plain\nblocks with about as many parameters beat eight loops "
+        f"({two:.1f}, {theirs:.1f} M against {ours:.1f} M). At this scale looping\ngives every budget from one "
+        "model. It saves neither training compute nor parameters."
     )
 
 
