@@ -101,9 +101,9 @@ def verdict() -> str:
     ours, theirs = (runs[0]["plan"]["parameters"] / 1e6 for runs in (elastic, plain[2]))
     return (
         "**Where depth does not pay.** Eight loops of one block beat one plain block "
-        f"({deep:.1f} against {one:.1f}), but two plain\nblocks with about as many parameters beat eight loops "
-        f"({two:.1f}, {theirs:.1f} M against {ours:.1f} M). At this scale looping\ngives every budget from one "
-        "model. It saves neither training compute nor parameters."
+        f"({deep:.1f} against {one:.1f}). But two plain\nblocks, with about as many parameters "
+        f"({theirs:.1f} M against {ours:.1f} M), beat eight loops ({two:.1f}). At this scale\n"
+        "looping gives every budget from one model. It saves neither training compute nor parameters."
     )
 
 
