@@ -69,7 +69,7 @@ def test_ranks_see_the_same_global_batch(data: TokenData, step: int, cuts: list[
     loader = Loader(data, CONTEXT, batch=12, seed=2, documents=True)
     whole = loader.batch(step)
     edges = [0, *sorted(cuts), 12]
-    pieces = [loader.batch(step, start, stop) for start, stop in itertools.pairwise(edges)]
+    pieces = [loader.batch(step, range(start, stop)) for start, stop in itertools.pairwise(edges)]
     assert torch.equal(torch.cat([piece.inputs for piece in pieces]), whole.inputs)
     assert torch.equal(torch.cat([piece.targets for piece in pieces]), whole.targets)
     assert whole.documents is not None
@@ -92,9 +92,9 @@ def test_documents(data: TokenData) -> None:
 
 def test_prefetch_gives_the_same_batches(data: TokenData) -> None:
     loader = Loader(data, CONTEXT, batch=6, seed=3)
-    with closing(loader.prefetch(first_step=5, start=2, stop=4)) as batches:
+    with closing(loader.prefetch(first_step=5, rows=range(2, 4))) as batches:
         for step in range(5, 12):
-            assert torch.equal(next(batches).inputs, loader.batch(step, 2, 4).inputs)
+            assert torch.equal(next(batches).inputs, loader.batch(step, range(2, 4)).inputs)
     assert list(batches) == []
 
 

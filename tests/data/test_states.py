@@ -66,7 +66,7 @@ def test_words_follow_from_seed_step_and_row() -> None:
     loader = StateLoader(group, context=8, batch=12, seed=1)
     whole = loader.batch(step=5)
     for cuts in ([0, 12], [0, 4, 8, 12], [0, 1, 11, 12]):
-        parts = [loader.batch(5, start, stop) for start, stop in pairwise(cuts)]
+        parts = [loader.batch(5, range(start, stop)) for start, stop in pairwise(cuts)]
         assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
         assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
     others = [loader.batch(6), StateLoader(group, 8, 12, seed=2).batch(5), StateWindows(group, 8, 12).batch(0, 12)]

@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,17 @@ from loopformer.training.reporting import read_metrics
 from .runs import PAIR, Small, go_back
 
 
+def free_port() -> int:
+    """A free port below those that the system gives to connections, so that none takes it before rank 0 listens."""
+    for port in random.Random(os.getpid()).sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("100 ports are in use")
+
+
 def two_ranks(out: Path, overrides: list[str], *more: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = [sys.executable, "-m", "loopformer", "train", "demo", *overrides, "--out", str(out), "--json", *more]
     base = os.environ | {
         "WORLD_SIZE": "2",

@@ -1,3 +1,5 @@
+from collections.abc import Iterable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,11 @@ from loopformer.training.objective import LossWeights, Match, Objective, head_lo
 from .runs import pair
 
 FULL, SHORT = Trajectory.uniform(4), Trajectory.parse("2-1-1")
+
+
+def on(rows: Iterable[int], trajectory: Trajectory) -> dict[int, Trajectory]:
+    """The same trajectory for these rows."""
+    return dict.fromkeys(rows, trajectory)
 
 
 def make(
@@ -42,7 +49,7 @@ def test_it_is_the_papers_sum(tiny: ModelConfig, kind: str) -> None:
     config = ObjectiveConfig(pair(0.2, 0.3), consistency=kind, chunk=5)  # type: ignore[arg-type]
     objective, inputs, targets = make(tiny, config)
     counted = float((targets != IGNORE_INDEX).sum())
-    got = objective(inputs, targets, None, [FULL, SHORT], [range(4)] * 2, [counted] * 2)
+    got = objective(inputs, targets, None, [on(range(4), FULL), on(range(4), SHORT)], [counted] * 2)
     got.total.backward()
     mine = grads(objective)
 
@@ -68,11 +75,12 @@ def test_it_is_the_papers_sum(tiny: ModelConfig, kind: str) -> None:
 def test_micro_batches_sum_to_the_batch(tiny: ModelConfig) -> None:
     config = ObjectiveConfig(consistency="distribution")
     objective, inputs, targets = make(tiny, config)
-    followed, divisors = [FULL, SHORT], [31.0, 23.0]
-    objective(inputs, targets, None, followed, [range(4), (0, 1, 3)], divisors).total.backward()
+    divisors = [31.0, 23.0]
+    objective(inputs, targets, None, [on(range(4), FULL), on((0, 1, 3), SHORT)], divisors).total.backward()
     together = grads(objective)
     for rows, short_rows in ((slice(0, 2), (0, 1)), (slice(2, 4), (1,))):
-        objective(inputs[rows], targets[rows], None, followed, [range(2), short_rows], divisors).total.backward()
+        trajectories = [on(range(2), FULL), on(short_rows, SHORT)]
+        objective(inputs[rows], targets[rows], None, trajectories, divisors).total.backward()
     assert_same(grads(objective), together)
 
 
@@ -80,7 +88,7 @@ def test_recomputing_loops_changes_nothing(tiny: ModelConfig) -> None:
     results = []
     for recompute in (False, True):
         objective, inputs, targets = make(tiny, ObjectiveConfig(), recompute)
-        losses = objective(inputs, targets, None, [FULL, SHORT], [range(4)] * 2, [31.0, 31.0])
+        losses = objective(inputs, targets, None, [on(range(4), FULL), on(range(4), SHORT)], [31.0, 31.0])
         losses.total.backward()
         results.append(grads(objective))
     assert_same(*results)
@@ -90,7 +98,7 @@ def test_fixed_depth_has_one_route(tiny: ModelConfig) -> None:
     objective, inputs, targets = make(tiny, ObjectiveConfig((TrainedTrajectory("full"),)))
     seen: list[int] = []
     objective.model.stack.register_forward_hook(lambda *_: seen.append(1))
-    losses = objective(inputs, targets, None, [FULL], [range(4)], [31.0])
+    losses = objective(inputs, targets, None, [on(range(4), FULL)], [31.0])
     assert len(seen) == tiny.loops
     assert losses.terms.shape == (2, 1)
     assert losses.terms[1].tolist() == [0.0]
@@ -111,7 +119,7 @@ def test_a_list_is_the_sum_of_its_trajectories(tiny: ModelConfig, kind: str) -> 
         [range(4), range(4), (1, 3)],
         [31.0, 31.0, 15.0],
     )
-    got = objective(inputs, targets, None, followed, rows, divisors)
+    got = objective(inputs, targets, None, list(map(on, rows, followed)), divisors)
     got.total.backward()
     mine = grads(objective)
     full = objective.model(inputs)
@@ -138,7 +146,7 @@ def test_a_trajectory_that_is_not_followed_costs_nothing(tiny: ModelConfig) -> N
     objective, inputs, targets = make(tiny, config)
     seen: list[int] = []
     objective.model.stack.register_forward_hook(lambda *_: seen.append(1))
-    losses = objective(inputs, targets, None, [SHORT, None], [range(4)] * 2, [31.0, 31.0])
+    losses = objective(inputs, targets, None, [on(range(4), SHORT), {}], [31.0, 31.0])
     assert len(seen) == SHORT.budget
     assert losses.terms[:, 1].tolist() == [0.0, 0.0]
 

@@ -134,10 +134,12 @@ def make_loss(
     precision = Precision(torch.bfloat16 if bf16 else torch.float32, path == "fused fp8")
     fused = precision if path.startswith("fused") else None
     objective = Objective(model, ObjectiveConfig(), path == "fused recomputed", fused)
-    trajectories, rows = [Trajectory.uniform(config.loops), short], [range(len(ids))] * 2
+    rows = range(len(ids))
+    full = dict.fromkeys(rows, Trajectory.uniform(config.loops))
+    trajectories = [full, dict.fromkeys(rows, short) if short else {}]
 
     def loss() -> Tensor:
-        total: Tensor = objective(inputs, targets, None, trajectories, rows, [float(targets.numel())] * 2).total
+        total: Tensor = objective(inputs, targets, None, trajectories, [float(targets.numel())] * 2).total
         return total
 
     return loss

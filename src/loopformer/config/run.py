@@ -116,13 +116,16 @@ class ObjectiveConfig:
 
     trajectories: tuple[TrainedTrajectory, ...] = setting(PAPER_TRAJECTORIES, "Budgets, samplers and weights.")
     consistency: Literal["hidden", "logits", "distribution"] = setting("hidden", "What match compares.")
-    trajectory_groups: int = setting(1, "Equal parts of the batch; each draws its own trajectories.", minimum=1)
+    draws: Literal["part", "row"] = setting("part", "Who draws trajectories: each part of the batch, or each row.")
+    trajectory_groups: int = setting(1, "Equal parts of the batch; with draws=part each draws its own.", minimum=1)
     chunk: int = setting(1024, "Tokens with logits in memory at a time.", minimum=1)
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.trajectories, list | tuple) and len(self.trajectories) > 0
         require(is_list, "objective.trajectories must be a list of trajectories, each with its budget.")
         check_settings(self, "objective")
+        conflict = "objective.draws=row draws for every row; leave objective.trajectory_groups at 1."
+        require(self.draws == "part" or self.trajectory_groups == 1, conflict)
         teachers = [entry for entry in self.trajectories if entry.budget == "full"]
         for entry in self.trajectories:
             has_teacher = entry.match == 0 or any(teacher.covers(entry) for teacher in teachers)

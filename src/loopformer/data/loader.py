@@ -2,7 +2,7 @@
 
     loader = Loader(TokenData.open("data/stdlib"), context=1024, batch=480, seed=0)
     loader.batch(step=7)                       # the whole global batch
-    loader.batch(step=7, start=0, stop=240)    # the rows of one of two ranks
+    loader.batch(step=7, rows=range(240))      # the rows of one of two ranks
     with closing(loader.prefetch(first_step=7)) as batches: next(batches)
 
 A sample is a window of context + 1 tokens. The windows of a source do not overlap: the last target of a window is
@@ -152,17 +152,15 @@ class Loader:
         """Windows in the data."""
         return len(self._windows)
 
-    def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
-        """Rows start:stop of the global batch of a step."""
-        rows = step * self.batch_size + np.arange(self.batch_size)[start:stop]
-        located = self._order.locate(rows)
+    def batch(self, step: int, rows: Sequence[int] | None = None) -> Batch:
+        """The global batch of a step, or some of its rows."""
+        numbers = np.arange(self.batch_size) if rows is None else np.array(rows, np.int64)
+        located = self._order.locate(step * self.batch_size + numbers)
         return self._windows.rows((self._starts[located.source] + located.sample).tolist())
 
-    def prefetch(
-        self, first_step: int = 0, start: int = 0, stop: int | None = None, depth: int = 2
-    ) -> Prefetcher[Batch]:
+    def prefetch(self, first_step: int = 0, rows: Sequence[int] | None = None, depth: int = 2) -> Prefetcher[Batch]:
         """An endless iterator of batches from `first_step` on, made in a thread; close it when done."""
-        return Prefetcher((self.batch(step, start, stop) for step in count(first_step)), depth)
+        return Prefetcher((self.batch(step, rows) for step in count(first_step)), depth)
 
     def epoch(self, step: int) -> float:
         """Samples drawn before a step, divided by the number of samples in the data."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
@@ -147,10 +147,9 @@ class StateLoader:
         self.batch_size = batch
         self._group, self._length, self._seed = group, word_length(context), seed
 
-    def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
-        """Rows start:stop of the global batch of a step."""
-        first, rows = step * self.batch_size, range(self.batch_size)[start:stop]
-        numbers = range(first + rows.start, first + rows.stop)
+    def batch(self, step: int, rows: Sequence[int] | None = None) -> Batch:
+        """The global batch of a step, or some of its rows."""
+        numbers = [step * self.batch_size + row for row in (range(self.batch_size) if rows is None else rows)]
         return self._group.batch(self._group.words(self._seed, TRAIN, numbers, self._length))
 
     def epoch(self, step: int) -> float:

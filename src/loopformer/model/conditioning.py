@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopformer.config.model import FOURIER_WIDTH, ModelConfig
@@ -41,14 +42,22 @@ class Condition(NamedTuple):
     def tensors(self) -> list[Tensor]:
         return [part for part in self if part is not None]
 
+    def select(self, index: Tensor) -> "Condition":
+        """The conditions of the loops in `index` [n], in this order; a loop may appear several times.
+
+        It is a lookup in an embedding table, whose backward adds up repeated loops in a fixed order. That of plain
+        indexing does not, so a resumed run would differ in its last bits.
+        """
+        return self.map(lambda part: F.embedding(index, part.flatten(1)).view(len(index), *part.shape[1:]))
+
     @staticmethod
-    def stack(conditions: Sequence["Condition"]) -> "Condition":
-        """N conditions, each of a single loop and without the dimension N, stacked into one.
+    def cat(conditions: Sequence["Condition"]) -> "Condition":
+        """The conditions of several trajectories, one after another.
 
         Either all of them have a modulation or none has, and the same for the injection.
         """
         present = ([part for part in parts if part is not None] for parts in zip(*conditions, strict=True))
-        return Condition(*(torch.stack(tensors) if tensors else None for tensors in present))
+        return Condition(*(torch.cat(tensors) if tensors else None for tensors in present))
 
 
 class ZeroLinear(nn.Linear):
@@ -73,7 +82,7 @@ class ScalarEmbedding(nn.Module):
     def forward(self, scalars: list[float]) -> Tensor:
         weight = self.up.weight
         features = fourier_features(to_device_async(scalars, weight.device)).to(weight.dtype)
-        out: Tensor = self.out(nn.functional.silu(self.up(features)))
+        out: Tensor = self.out(F.silu(self.up(features)))
         return out
 
 
@@ -93,22 +102,25 @@ class Conditioner(nn.Module):
         self.modulators = nn.ModuleList(nn.Linear(config.width, 4 * config.width) for _ in range(config.blocks))
         self.injector = ZeroLinear(config.width, config.width) if config.inject == "gated" else None
 
-    def forward(self, trajectory: Trajectory) -> Condition:
-        """The condition of the M loops: modulations [M, k, 4, D] and, with gated injection, injections [M, D].
+    def forward(self, *trajectories: Trajectory) -> Condition:
+        """The condition of all loops of the trajectories, N in all.
 
-        The four vectors of a block are its two gates and then its two scales.
+        Modulations are [N, k, 4, D], and with gated injection injections [N, D]. The four vectors of a block are
+        its two gates and then its two scales.
         """
         signal: Tensor | None = None
         if self.time is not None:
             # A loop index already spans 0…L-1. Only t and Δ, which lie in [0, 1], are scaled.
-            times = [self.scale * float(t) for t in trajectory.times]
-            signal = self.time([float(i) for i in range(len(trajectory))] if self.kind == "index" else times)
+            times = [self.scale * float(t) for trajectory in trajectories for t in trajectory.times]
+            indices = [float(i) for trajectory in trajectories for i in range(len(trajectory))]
+            signal = self.time(indices if self.kind == "index" else times)
         if self.step is not None:
-            steps = self.step([self.scale * float(step) for step in trajectory.steps])
+            sizes = [self.scale * float(step) for trajectory in trajectories for step in trajectory.steps]
+            steps = self.step(sizes)
             signal = steps if signal is None else signal + steps
         assert signal is not None
-        active = nn.functional.silu(signal)  # [M, D]; all modulators share this nonlinearity
-        per_block = [modulator(active).view(len(trajectory), 4, -1) for modulator in self.modulators]
+        active = F.silu(signal)  # [N, D]; all modulators share this nonlinearity
+        per_block = [modulator(active).unflatten(1, (4, -1)) for modulator in self.modulators]
         return Condition(torch.stack(per_block, dim=1), None if self.injector is None else self.injector(active))
 
     @torch.no_grad()

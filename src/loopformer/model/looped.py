@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -173,27 +174,36 @@ class LoopedLM(nn.Module):
         rows: int,
         condition: Callable[[Trajectory], Condition] | None = None,
     ) -> LoopPlan:
-        """How many rows take part in each loop, and their conditions. `condition` replaces `self.condition`."""
-        condition = condition or self.condition
+        """How many rows take part in each loop, and their conditions.
+
+        `condition` gives the condition of one trajectory, so that callers can reuse those they have computed.
+        """
         if isinstance(trajectories, Trajectory):
-            table, budget = condition(trajectories), trajectories.budget
+            table, budget = (condition or self.condition)(trajectories), trajectories.budget
             # Slices keep the row dimension at 1, so one modulation is broadcast to all rows.
             return LoopPlan([rows] * budget, [table.at(slice(step, step + 1)) for step in range(budget)], None)
-        tables = {trajectory: condition(trajectory) for trajectory in set(trajectories)}
+        distinct = list(dict.fromkeys(trajectories))
+        table = Condition.cat([*map(condition, distinct)]) if condition else self.condition(*distinct)
+        # The loops of all distinct trajectories lie one after another in the table.
+        starts = accumulate((trajectory.budget for trajectory in distinct), initial=0)
+        first_loops = dict(zip(distinct, starts, strict=False))
         order = sorted(range(rows), key=lambda row: -trajectories[row].budget)
-        counts, conditions = [], []
-        for step in range(trajectories[order[0]].budget):
-            active = [trajectories[row] for row in order if trajectories[row].budget > step]
+        ordered, counts, index = [trajectories[row] for row in order], [], list[int]()
+        for step in range(ordered[0].budget):
+            active = [first_loops[trajectory] + step for trajectory in ordered if trajectory.budget > step]
             counts.append(len(active))
-            conditions.append(Condition.stack([tables[trajectory].at(step) for trajectory in active]))
+            index += active
+        expanded = table.select(to_device_async(index, self.device)) if table.tensors else table
+        ends = zip(counts, accumulate(counts), strict=True)
+        conditions = [expanded.at(slice(end - count, end)) for count, end in ends]
         return LoopPlan(counts, conditions, order)
 
     @_never_compile
-    def condition(self, trajectory: Trajectory) -> Condition:
-        """The conditions of all loops of a trajectory; empty in an unconditioned model."""
+    def condition(self, *trajectories: Trajectory) -> Condition:
+        """The conditions of all loops of the trajectories, in order; empty in an unconditioned model."""
         if self.conditioner is None:
             return Condition()
-        condition: Condition = self.conditioner(trajectory)
+        condition: Condition = self.conditioner(*trajectories)
         return condition
 
     @_compile_only_submodules
@@ -264,7 +274,7 @@ class LoopedLM(nn.Module):
         trajectories = self.trajectories(trajectory, rows)
         each = [trajectories] * rows if isinstance(trajectories, Trajectory) else trajectories
         with torch.no_grad():
-            plan = self.plan_loops(trajectories, rows, condition)
+            plan = self.plan_loops(trajectories, rows, condition or self.condition)
         return KVCache(self.config, each, plan, capacity or self.config.context, self.tokens.weight)
 
     @torch.no_grad()

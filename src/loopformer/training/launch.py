@@ -121,7 +121,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     micro = run.training.micro_batch
     if micro == "auto":
         micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused)
-    check_ranks(run, micro, ranks.world)
+    check_ranks(run, ranks.world)
     estimate = make_plan(run, tokens, ranks.device, micro, ranks.world, fused)
     ranks.close()
     return {"plan": estimate, "settings": run_to_mapping(run), "data_missing": missing}

@@ -13,11 +13,12 @@ single call. `head_losses` computes head and losses in chunks of tokens, so that
     losses = head_losses(head, [full, short], targets, weights, Match("distribution"), chunk=1024)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.data.loader import IGNORE_INDEX
+from loopformer.device import to_device_async
 from loopformer.model import LoopedLM
 from loopformer.scoring import token_logprobs
 from loopformer.training.fused.ops import Precision, add_matmul
@@ -83,43 +85,49 @@ class Objective(nn.Module):
         inputs: Tensor,
         targets: Tensor,
         documents: Tensor | None,
-        trajectories: Sequence[Trajectory | None],
-        rows: Sequence[Sequence[int]],
+        trajectories: Sequence[Mapping[int, Trajectory]],
         divisors: Sequence[float],
+        loops: int = 0,
     ) -> Losses:
-        """The losses for inputs and targets [B, T]. The lists have one item for each entry of the objective.
+        """The losses for inputs and targets [B, T].
 
-        trajectories   the trajectory drawn for the entry; None if this step does not use it
-        rows           the rows of the micro-batch that train on the entry, in ascending order
-        divisors       how many targets the entry counts in the whole step, over all ranks and micro-batches
+        trajectories   for each entry of the objective, the trajectory of each row that trains on it
+        divisors       for each entry, its number of targets in the whole step, over all ranks and micro-batches
+        loops          run at least so many loops, because another rank does
 
         Losses are sums over tokens, so dividing by counts of the whole step makes micro-batches and ranks add up to
         the loss of one large batch.
         """
-        stack, all_rows = self._stack(), list(range(len(inputs)))
-        states: dict[int, Tensor] = {}  # entry index → final hidden states of its rows [b, T, D]
-        for index, trajectory in enumerate(trajectories):
-            if trajectory is not None and rows[index]:
-                # Indexing with a list copies; most entries have all rows.
-                part = slice(None) if list(rows[index]) == all_rows else list(rows[index])
-                part_documents = None if documents is None else documents[part]
-                states[index] = self._hidden(inputs[part], part_documents, trajectory, stack)
+        # One pass runs the rows of all entries: loop i is one call for all rows that still take it. A row that
+        # trains on several entries is packed several times.
+        packed = [(row, trajectory) for entry in trajectories for row, trajectory in entry.items()]
+        lacks_loops = max(trajectory.budget for _, trajectory in packed) < loops
+        if lacks_loops:
+            packed.append((0, Trajectory.uniform(loops)))
+        rows, followed = map(list, zip(*packed, strict=True))
+        part_documents = None if documents is None else _select(documents, rows)
+        hidden = self._hidden(_select(inputs, rows), part_documents, followed)  # [P, T, D]
+
         # Rows that train on the same entries go through the head together. Keys are the indices of these entries.
         groups: dict[tuple[int, ...], list[int]] = {}
-        for row in all_rows:
-            groups.setdefault(tuple(index for index in states if row in rows[index]), []).append(row)
+        for row in range(len(inputs)):
+            indices = tuple(index for index, entry in enumerate(trajectories) if row in entry)
+            groups.setdefault(indices, []).append(row)
         groups.pop((), None)
+        starts = accumulate(map(len, trajectories), initial=0)
+        # For each entry, where each of its rows lies among the packed ones.
+        packed_at = [
+            {row: start + number for number, row in enumerate(entry)}
+            for entry, start in zip(trajectories, starts, strict=False)
+        ]
 
         total = torch.zeros((), dtype=torch.float32, device=inputs.device)
+        if lacks_loops:
+            total = total + 0.0 * hidden[-1].sum()  # so that backward runs these loops, too
         terms = torch.zeros(2, len(trajectories), dtype=torch.float32, device=inputs.device)
         for indices, group in groups.items():
-            group_states = []
-            for index in indices:
-                if len(states[index]) == len(group):
-                    group_states.append(states[index])
-                else:  # states have only the rows of the entry, so translate row numbers of the micro-batch
-                    group_states.append(states[index][[list(rows[index]).index(row) for row in group]])
-            losses = self._losses(group_states, targets if group == all_rows else targets[group], indices, divisors)
+            states = [_select(hidden, [packed_at[index][row] for row in group]) for index in indices]
+            losses = self._losses(states, _select(targets, group), indices, divisors)
             total = total + losses.total
             for number, index in enumerate(indices):
                 terms[:, index] += losses.terms[:, number]
@@ -152,22 +160,29 @@ class Objective(nn.Module):
 
     def logprobs(self, inputs: Tensor, targets: Tensor, documents: Tensor | None, trajectory: Trajectory) -> Tensor:
         """log p [N] of the targets that count, as in `loopformer eval`: padding rows of the head are left out."""
-        hidden = self._hidden(inputs, documents, trajectory, self._stack())  # [B, T, D]
+        hidden = self._hidden(inputs, documents, trajectory)  # [B, T, D]
         counted = targets != IGNORE_INDEX
         return token_logprobs(self.model, hidden[counted], targets[counted])[0]
 
     def _stack(self) -> Callable[..., Tensor] | None:
-        """What runs a loop; None is the model's stack. Made once per forward: trajectories share cast weights."""
+        """What runs a loop; None is the model's stack. Made for each forward, as the fused loops cast weights."""
         if self.fused is not None and torch.is_grad_enabled():
             return FusedStack(self.model.stack, self.fused, self.checkpoint_loops)
         return partial(checkpoint, self.model.stack, use_reentrant=False) if self.checkpoint_loops else None
 
     def _hidden(
-        self, inputs: Tensor, documents: Tensor | None, trajectory: Trajectory, stack: Callable[..., Tensor] | None
+        self, inputs: Tensor, documents: Tensor | None, trajectory: Trajectory | list[Trajectory]
     ) -> Tensor:
-        out = self.model(inputs, trajectory, documents=documents, logits=False, check=False, stack=stack)
+        out = self.model(inputs, trajectory, documents=documents, logits=False, check=False, stack=self._stack())
         hidden: Tensor = out.hidden
         return hidden
+
+
+def _select(x: Tensor, rows: list[int]) -> Tensor:
+    """The rows of x, without a copy if they follow each other."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return x[rows[0] : rows[0] + len(rows)]
+    return x[to_device_async(rows, x.device)]
 
 
 def autocast(device: torch.device, run: RunConfig) -> Any:

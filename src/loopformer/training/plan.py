@@ -1,11 +1,11 @@
 """Plan a run: the rows and trajectories of each step, and estimates of FLOPs, memory and hours.
 
-    for micro_batch in micro_batches(run, 12):
-        trajectories = draw_trajectories(run, step, micro_batch.group)
+    for micro_batch in plan_step(run, step, micro_batch=12):
+        micro_batch.rows, micro_batch.trajectories
     make_plan(run, tokens, device, micro_batch=12, world=1, fused=True)["hours"]
 
-A global batch is cut into `trajectory_groups` equal parts. The trajectories of a group follow from (seed, step,
-group) alone, so any number of ranks and any micro-batch train the same model.
+Every row of a step has a trajectory for each entry of the objective that it trains on. They follow from the seed,
+the step and the row alone, so any number of ranks and any micro-batch train the same model.
 
 Memory and hours are estimates: activations by a formula for the tensors that backward keeps, hours from a share of
 the device's peak that training commonly reaches.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from loopformer.config import ObjectiveConfig, RunConfig
+from loopformer.config.run import TrainedTrajectory
 from loopformer.device import device_name, peak_flops
 from loopformer.errors import LoopformerError
 from loopformer.model.cost import Cost
@@ -34,67 +35,49 @@ GPU_PEAK_SHARE = 0.4  # the share of peak FLOP/s that training commonly reaches
 CPU_PEAK_SHARE = 0.5  # the same, relative to the speed of large matmuls
 
 
+RowTrajectories = dict[int, Trajectory]  # the trajectory of each row that trains on an entry, in ascending order
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows start:stop of the global batch, all in the same group."""
+    """Rows that a rank computes together."""
 
-    start: int
-    stop: int
-    group: int
-    rows: tuple[tuple[int, ...], ...]  # for each entry of the objective, its rows counted from `start`
+    rows: list[int]  # in the global batch, in ascending order
+    trajectories: list[RowTrajectories]  # for each entry of the objective; rows are numbered within `rows`
+    loops: int  # the loops of its longest trajectory, or of another rank's at the same time if that is longer
+
+    def training_flops(self, cost: Cost) -> float:
+        """The FLOPs of its forward and backward, divided by the tokens of a row."""
+        budgets = [trajectory.budget for entry in self.trajectories for trajectory in entry.values()]
+        return cost.training_flops(budgets=budgets)
 
 
-def micro_batches(run: RunConfig, micro_batch: int, rank: int = 0, world: int = 1) -> list[MicroBatch]:
-    """A rank's micro-batches of one step, in order.
+def plan_step(run: RunConfig, step: int, micro_batch: int, rank: int = 0, world: int = 1) -> list[MicroBatch]:
+    """A rank's micro-batches of a step, in order. Steps count from 1.
 
-    A rank has consecutive rows of the batch. With sharded weights it has consecutive rows of every group instead,
-    so that all ranks run the same trajectory at the same time.
+    Rows are dealt out by their number of loops, so all micro-batches of all ranks cost about the same.
     """
-    check_ranks(run, micro_batch, world)
-    groups, is_sharded = run.objective.trajectory_groups, run.training.is_sharded
-    size, share = run.training.batch // groups, run.training.batch // world
-    entry_rows = assign_rows(size, run.objective)
+    check_ranks(run, world)
+    drawn, batch = draw_trajectories(run, step), run.training.batch
+    row_loops = [sum(entry[row].budget for entry in drawn if row in entry) for row in range(batch)]
+    order = sorted(range(batch), key=lambda row: -row_loops[row])
+    count = math.ceil(batch / (world * micro_batch))
     parts = []
-    for group in range(groups):
-        if is_sharded:
-            first = group * size + rank * size // world
-            last = first + size // world
-        else:
-            first, last = max(group * size, rank * share), min((group + 1) * size, (rank + 1) * share)
-        for start in range(first, last, micro_batch):
-            stop = min(start + micro_batch, last)
-            inside = range(start - group * size, stop - group * size)
-            rows = (tuple(row - inside.start for row in inside if row in members) for members in entry_rows)
-            parts.append(MicroBatch(start, stop, group, tuple(rows)))
+    for number in range(count):
+        dealt = [sorted(order[number * world + other :: count * world]) for other in range(world)]
+        loops = max(entry[row].budget for rows in dealt for entry in drawn for row in rows if row in entry)
+        rows = dealt[rank]
+        trajectories = [{n: entry[row] for n, row in enumerate(rows) if row in entry} for entry in drawn]
+        parts.append(MicroBatch(rows, trajectories, loops))
     return parts
 
 
-def check_ranks(run: RunConfig, micro_batch: int, world: int) -> None:
+def check_ranks(run: RunConfig, world: int) -> None:
     """Raise if the rows of a step cannot be divided among the ranks."""
-    groups, is_sharded = run.objective.trajectory_groups, run.training.is_sharded
-    size = run.training.batch // groups
-    row_count = size if is_sharded else run.training.batch
-    if row_count % world:
-        what = f"each of the {groups} parts of the batch" if is_sharded else "the batch"
-        names = "training.batch or objective.trajectory_groups" if is_sharded else "training.batch"
+    if (rows := run.training.batch) % world:
         raise LoopformerError(
-            f"The {row_count} rows of {what} cannot be shared evenly by {world} ranks; change {names}."
+            f"The {rows} rows of the batch cannot be shared evenly by {world} ranks; change training.batch."
         )
-    if not is_sharded or world == 1:
-        return
-    # Gathering sharded weights is a collective call, so every rank must run the same loops.
-    share, entry_rows = size // world, assign_rows(size, run.objective)
-    for start in range(0, share, micro_batch):
-        offsets = range(start, min(start + micro_batch, share))
-        active = {
-            tuple(any(rank * share + offset in members for offset in offsets) for members in entry_rows)
-            for rank in range(world)
-        }
-        if len(active) > 1:
-            raise LoopformerError(
-                "With sharded weights all ranks must run the same trajectories at the same time; raise rows "
-                "or training.micro_batch, or use training.strategy=ddp."
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,22 +172,58 @@ def _covers_positions(size: int, objective: ObjectiveConfig, positions: list[tup
     return True
 
 
-def draw_trajectories(run: RunConfig, step: int, group: int) -> list[Trajectory | None]:
-    """The trajectory of each entry of the objective for a group at a step, counted from 1; None if not active."""
-    # Resumed runs repeat these draws, so keep their order: one generator per group, entries in order, budget first.
-    rng, loops = random.Random(f"{run.training.seed}/{step}/{group}"), run.model.loops
+def draw_trajectories(run: RunConfig, step: int) -> list[RowTrajectories]:
+    """For each entry of the objective, the trajectories of its rows in the batch; none if it is not active.
+
+    With `draws: part` all rows of a group share a draw. With `draws: row` each row has a draw of its own, and the
+    budgets of a range are dealt out evenly, so that all steps run about the same number of rows in each loop.
+    """
     progress = (step - 1) / run.training.steps
-    drawn: list[Trajectory | None] = []
-    for entry in run.objective.trajectories:
-        low, high = entry.budgets(loops)
-        if not entry.is_active(progress):
-            drawn.append(None)
-        elif entry.budget == "full":
-            drawn.append(Trajectory.uniform(loops))
-        else:
-            budget = low + rng.randrange(high - low + 1) if low < high else low
-            drawn.append(Trajectory.sample(loops, rng, budget, entry.sampler))
+    active = {n: entry for n, entry in enumerate(run.objective.trajectories) if entry.is_active(progress)}
+    drawn: list[RowTrajectories] = [{} for _ in run.objective.trajectories]
+    draw = _draw_by_row if run.objective.draws == "row" else _draw_by_group
+    for index, row, trajectory in draw(run, step, active):
+        drawn[index][row] = trajectory
     return drawn
+
+
+def _draw_by_group(
+    run: RunConfig, step: int, active: dict[int, TrainedTrajectory]
+) -> Iterator[tuple[int, int, Trajectory]]:
+    """Entry, row and trajectory of every row that trains on an active entry."""
+    objective, loops = run.objective, run.model.loops
+    size = run.training.batch // objective.trajectory_groups
+    entry_rows = assign_rows(size, objective)
+    for group in range(objective.trajectory_groups):
+        # Resumed runs repeat these draws, so keep their order: a generator per group, entry by entry, budget first.
+        rng = random.Random(f"{run.training.seed}/{step}/{group}")
+        for index, entry in active.items():
+            low, high = entry.budgets(loops)
+            budget = low + rng.randrange(high - low + 1) if low < high else low
+            trajectory = draw_schedule(entry, loops, budget, rng)
+            yield from ((index, group * size + row, trajectory) for row in entry_rows[index])
+
+
+def _draw_by_row(
+    run: RunConfig, step: int, active: dict[int, TrainedTrajectory]
+) -> Iterator[tuple[int, int, Trajectory]]:
+    """The same as `_draw_by_group`, with a draw for each row."""
+    loops, entry_rows = run.model.loops, assign_rows(run.training.batch, run.objective)
+    for index, entry in active.items():
+        name, (low, high) = f"{run.training.seed}/{step}/{index}", entry.budgets(loops)
+        choices = range(low, high + 1)
+        whole, rest = divmod(len(entry_rows[index]), len(choices))
+        # Budgets that do not divide the rows are drawn, none of them twice.
+        budgets = [*choices] * whole + random.Random(name).sample(choices, rest)
+        for row, budget in zip(entry_rows[index], budgets, strict=True):
+            yield index, row, draw_schedule(entry, loops, budget, random.Random(f"{name}/{row}"))
+
+
+def draw_schedule(entry: TrainedTrajectory, loops: int, budget: int, rng: random.Random) -> Trajectory:
+    """A trajectory of this budget, with steps as the entry draws them."""
+    if entry.budget == "full":
+        return Trajectory.uniform(loops)
+    return Trajectory.sample(loops, rng, budget, entry.sampler)
 
 
 def costliest_step(run: RunConfig) -> list[Trajectory | None]:
@@ -246,19 +265,14 @@ def make_plan(
     }
 
 
-def training_flops_per_token(run: RunConfig, trajectories: Sequence[Trajectory | None] | None = None) -> float:
-    """Training FLOPs per token: of a step's trajectories, or the mean over training if none are given."""
+def training_flops_per_token(run: RunConfig) -> float:
+    """Training FLOPs per token, in the mean over training."""
     cost, flops = Cost(run.model), 0.0
     size = run.training.batch // run.objective.trajectory_groups
-    entry_rows = assign_rows(size, run.objective)
-    for index, entry in enumerate(run.objective.trajectories):
-        if trajectories is None:
-            budget = sum(entry.budgets(run.model.loops)) / 2
-            share = entry.active_range[1] - entry.active_range[0]
-        else:
-            drawn = trajectories[index]
-            budget, share = (0.0, 0.0) if drawn is None else (drawn.budget, 1.0)
-        flops += share * len(entry_rows[index]) / size * cost.training_flops(budgets=[budget])
+    for entry, rows in zip(run.objective.trajectories, assign_rows(size, run.objective), strict=True):
+        budget = sum(entry.budgets(run.model.loops)) / 2
+        start, stop = entry.active_range
+        flops += (stop - start) * len(rows) / size * cost.training_flops(budgets=[budget])
     return flops
 
 
@@ -291,9 +305,8 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool) -> f
 
 
 def micro_batch_sizes(run: RunConfig, world: int) -> list[int]:
-    """The micro-batch sizes that divide a rank's rows of a group evenly, largest first."""
-    size = run.training.batch // run.objective.trajectory_groups
-    rows = max(1, size // world if run.training.is_sharded else min(size, run.training.batch // world))
+    """The micro-batch sizes that divide a rank's rows evenly, largest first."""
+    rows = max(1, run.training.batch // world)
     small = [divisor for divisor in range(1, math.isqrt(rows) + 1) if rows % divisor == 0]
     return sorted({*small, *(rows // divisor for divisor in small)}, reverse=True)
 

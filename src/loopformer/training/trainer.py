@@ -60,12 +60,10 @@ from loopformer.training.optimizer import ModelOptimizer, learning_rate
 from loopformer.training.plan import (
     MicroBatch,
     costliest_step,
-    draw_trajectories,
     estimated_micro_batch,
     memory_bytes,
     micro_batch_sizes,
-    micro_batches,
-    training_flops_per_token,
+    plan_step,
 )
 from loopformer.training.reporting import Reporter, SpeedMeter
 from loopformer.trajectory import Trajectory
@@ -135,7 +133,6 @@ class Trainer:
         # Choose the micro-batch before compilation, which would keep a graph for each size that is tried. Choose it
         # before the optimizer exists, whose memory `_fits` reserves itself.
         self._set_micro_batch(objective)
-        self.micro_batches = micro_batches(run, self.state.micro_batch, ranks.rank, ranks.world)
         on_gpu = ranks.device.type == "cuda"
         # `auto` compiles on a GPU, unless the fused kernels already replace the compiler's.
         if training.compile is True or (training.compile == "auto" and on_gpu and fused is None):
@@ -209,9 +206,10 @@ class Trainer:
         """This rank's micro-batches, step by step. Copies from pinned memory overlap with the GPU's computation."""
         pin = self.ranks.device.type == "cuda"
         for step in range(self.state.step, self.run.training.steps):
-            batches = [self.loader.batch(step, part.start, part.stop) for part in self.micro_batches]
+            parts = plan_step(self.run, step + 1, self.state.micro_batch, self.ranks.rank, self.ranks.world)
+            batches = [self.loader.batch(step, part.rows) for part in parts]
             pinned = [batch.map(Tensor.pin_memory) if pin else batch for batch in batches]
-            yield list(zip(self.micro_batches, pinned, strict=True))
+            yield list(zip(parts, pinned, strict=True))
 
     def _loop(self, batches: Iterator[StepBatch]) -> None:
         training, state = self.run.training, self.state
@@ -222,7 +220,7 @@ class Trainer:
             rate = learning_rate(step, training)
             self.optimizer.set_rate(rate)
             divisors = self._count_targets(batch)
-            terms, norm, flops = self._step(step, batch, divisors)
+            terms, norm, flops = self._step(batch, divisors)
             is_finite = self._update(norm)
             state.step = step
             state.tokens += training.batch * self.run.model.context
@@ -262,27 +260,28 @@ class Trainer:
                 self.reporter.say(f"stopped at step {step}; continue with `{again}`")
                 return
 
-    def _step(self, step: int, batch: StepBatch, divisors: list[float]) -> tuple[Tensor, Tensor, float]:
+    def _step(self, batch: StepBatch, divisors: list[float]) -> tuple[Tensor, Tensor, float]:
         """Compute and clip gradients; return loss terms [2, E], the norm before clipping, and all ranks' FLOPs.
 
         E counts the objective's entries. terms[0] sums their cross-entropies, terms[1] their consistency losses.
         """
-        run, device = self.run, self.ranks.device
+        run, device, cost = self.run, self.ranks.device, self.model.cost
         terms = torch.zeros(2, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
         for number, (micro_batch, rows) in enumerate(batch):
-            trajectories = draw_trajectories(run, step, micro_batch.group)
             moved = rows.to(device)
             tensors = moved.inputs, moved.targets, moved.documents
+            # FSDP gathers weights in every loop, a collective call, so all ranks must run as many.
+            loops = micro_batch.loops if self.parallel.is_sharded else 0
             with self.parallel.micro_batch(last=number == len(batch) - 1):
                 with autocast(device, run):
-                    losses = self.parallel.module(*tensors, trajectories, micro_batch.rows, divisors)
+                    losses = self.parallel.module(*tensors, micro_batch.trajectories, divisors, loops)
                 # The divisors count the targets of all ranks, so gradients must be summed over ranks. DDP and FSDP
                 # average them instead, hence the factor.
                 (losses.total * self.ranks.world).backward()
             terms += losses.terms
             del losses  # frees the cast weights that its graph holds, before the next micro-batch casts its own
-            flops += len(rows) * run.model.context * training_flops_per_token(run, trajectories)
+            flops += run.model.context * micro_batch.training_flops(cost)
         self.parallel.before_update()
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.training.clip))
         return terms, norm, flops * self.ranks.world
@@ -296,8 +295,8 @@ class Trainer:
         counts = torch.zeros(len(self.run.objective.trajectories))
         for micro_batch, rows in batch:
             counted = (rows.targets != IGNORE_INDEX).sum(1)
-            for index, entry_rows in enumerate(micro_batch.rows):
-                counts[index] += counted[list(entry_rows)].sum()
+            for index, entry in enumerate(micro_batch.trajectories):
+                counts[index] += counted[list(entry)].sum()
         return [max(1.0, count) for count in self.ranks.sum(counts.to(self.ranks.device)).tolist()]
 
     def _mean_losses(self, terms: Tensor, divisors: list[float]) -> dict[str, float]:
@@ -451,15 +450,19 @@ def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: 
 def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int) -> bool:
     """Whether a forward and backward of the costliest micro-batch fits in memory."""
     ids = torch.zeros(rows, run.model.context, dtype=torch.long, device=device)
-    trajectories = costliest_step(run)
+    # At most so many of the rows train on each entry.
+    entries = zip(run.objective.trajectories, costliest_step(run), strict=True)
+    trajectories = [
+        dict.fromkeys(range(math.ceil(entry.rows * rows - 1e-9)), longest) if longest else {}
+        for entry, longest in entries
+    ]
     documents = torch.zeros_like(ids) if run.data.documents else None
     reserved = None
     try:
         # A real step also holds the gradients of earlier micro-batches and two moments. Reserve their memory.
         reserved = [torch.empty_like(p) for p in objective.parameters() for _ in range(3)]
         with autocast(device, run):
-            count = len(trajectories)
-            losses = objective(ids, ids, documents, trajectories, [range(rows)] * count, [1.0] * count)
+            losses = objective(ids, ids, documents, trajectories, [1.0] * len(trajectories))
         losses.total.backward()
         torch.cuda.synchronize(device)
         return True

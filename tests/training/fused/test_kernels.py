@@ -25,7 +25,9 @@ from loopformer.training.fused import kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter rounds 127 to 64 in fp8, so that is compared on a GPU only.
 PRECISIONS = [Precision(torch.bfloat16), *([Precision(torch.bfloat16, fp8=True)] if DEVICE == "cuda" else [])]
-TOKENS, WIDTH, FFN = 37, 48, 1100  # widths that fill no block
+TOKENS, WIDTH, FFN = 39, 48, 1100  # widths that fill no block
+# All tokens share a vector, or each of three sequences has one of its own, as views of a table.
+SEQUENCES = [1, 3]
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -34,6 +36,11 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def there(tensor: Tensor) -> Tensor:
     return tensor.clone().to(DEVICE)
+
+
+def vectors(table: Tensor) -> tuple[Tensor, Tensor]:
+    """A gate and a gain for each sequence [S, D], as views of a table [S, 2, 4, D]."""
+    return table[:, 0, 1], table[:, 1, 2]
 
 
 def same(mine: Operand | Tensor, theirs: Operand | Tensor) -> None:
@@ -57,28 +64,27 @@ def same(mine: Operand | Tensor, theirs: Operand | Tensor) -> None:
         assert (one != two).float().mean() < 0.02
 
 
+@pytest.mark.parametrize("sequences", SEQUENCES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("add", [False, True])
-def test_norm_forward(precision: Precision, add: bool) -> None:
-    x, change, gate, gain = (
-        draw(TOKENS, WIDTH),
-        draw(TOKENS, WIDTH, seed=1).bfloat16(),
-        draw(WIDTH),
-        draw(WIDTH, seed=2),
-    )
-    change, gate = (change, gate) if add else (None, None)  # type: ignore[assignment]
-    mine = kernels.norm_forward(
-        there(x), there(change) if add else None, there(gate) if add else None, there(gain), precision
-    )
-    theirs = ops.norm_forward(x, change, gate, gain, precision)
+def test_norm_forward(precision: Precision, add: bool, sequences: int) -> None:
+    x, change = draw(TOKENS, WIDTH), draw(TOKENS, WIDTH, seed=1).bfloat16() if add else None
+    table = draw(sequences, 2, 4, WIDTH)
+    mine_change, (mine_gate, mine_gain) = there(change) if change is not None else None, vectors(there(table))
+    gate, gain = vectors(table)
+    mine = kernels.norm_forward(there(x), mine_change, mine_gate if add else None, mine_gain, precision)
+    theirs = ops.norm_forward(x, change, gate if add else None, gain, precision)
     same(mine[0], theirs[0])
     same(mine[1], theirs[1])
     same(mine[2], theirs[2])
 
 
-def test_add_change() -> None:
-    x, change, gate = draw(TOKENS, WIDTH), draw(TOKENS, WIDTH, seed=1).bfloat16(), draw(WIDTH)
-    same(kernels.add_change(there(x), there(change), there(gate)), ops.add_change(x, change, gate))
+@pytest.mark.parametrize("sequences", SEQUENCES)
+def test_add_change(sequences: int) -> None:
+    x, change = draw(TOKENS, WIDTH), draw(TOKENS, WIDTH, seed=1).bfloat16()
+    table = draw(sequences, 2, 4, WIDTH)
+    mine = kernels.add_change(there(x), there(change), vectors(there(table))[0])
+    same(mine, ops.add_change(x, change, vectors(table)[0]))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -93,25 +99,29 @@ def test_gelu(precision: Precision) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("which", ["norm", "gate", "both"])
-def test_residual_backward(precision: Precision, which: str) -> None:
+@pytest.mark.parametrize("sequences", SEQUENCES)
+def test_residual_backward(precision: Precision, which: str, sequences: int) -> None:
     x, dx = draw(TOKENS, WIDTH), draw(TOKENS, WIDTH, seed=1)
     inverse = (x.square().mean(-1) + 1e-7).rsqrt()
-    norm = NormBackward(draw(TOKENS, WIDTH, seed=2).bfloat16(), x, inverse, draw(WIDTH), (1, 2))
-    gated = GateBackward(draw(TOKENS, WIDTH, seed=3).bfloat16(), draw(WIDTH, seed=4), (0, 1))
+    table = draw(sequences, 2, 4, WIDTH)
+    gate, gain = vectors(table)
+    norm = NormBackward(draw(TOKENS, WIDTH, seed=2).bfloat16(), x, inverse, gain, (1, 2))
+    gated = GateBackward(draw(TOKENS, WIDTH, seed=3).bfloat16(), gate, (0, 1))
     norms, gates = norm if which != "gate" else None, gated if which != "norm" else None
-    sums, others = torch.zeros(1, 2, 4, WIDTH), there(torch.zeros(5, 2, 4, WIDTH))
+    sums, others = torch.zeros(sequences, 1, 2, 4, WIDTH), there(torch.zeros(sequences, 5, 2, 4, WIDTH))
     theirs = ops.residual_backward(dx, norms, gates, sums, precision)
     if norms is not None:
-        norms = NormBackward(there(norms.dh), there(norms.x), there(norms.inverse), there(norms.gain), norms.index)
+        mine_gain = vectors(there(table))[1]
+        norms = NormBackward(there(norms.dh), there(norms.x), there(norms.inverse), mine_gain, norms.index)
     if gates is not None:
-        gates = GateBackward(there(gates.change), there(gates.gate), gates.index)
+        gates = GateBackward(there(gates.change), vectors(there(table))[0], gates.index)
     mine = kernels.residual_backward(there(dx), norms, gates, others, precision)
     same(mine[0], theirs[0])
     if norms is not None and not precision.fp8:
         same(mine[1], theirs[1])
     if gates is not None:
         same(mine[2], theirs[2])
-    torch.testing.assert_close(others.sum(0).cpu(), sums.sum(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(others.sum(1).cpu(), sums.sum(1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(len(PRECISIONS) == 1, reason="needs a GPU")

@@ -37,8 +37,11 @@ def run(
     ids = torch.randint(model.config.vocab, (4, 9), generator=torch.Generator().manual_seed(1))
     objective = Objective(model, ObjectiveConfig(chunk=8), fused=precision, **settings)
     inputs, targets, device = ids[:, :-1], ids[:, 1:], model.tokens.weight.device
-    followed, rows = [Trajectory.uniform(model.config.loops), Trajectory.uniform(2)], [range(4), (1, 3)]
-    losses = objective(inputs.to(device), targets.to(device), documents, followed, rows, [32.0, 16.0])
+    trajectories = [
+        dict.fromkeys(range(4), Trajectory.uniform(model.config.loops)),
+        {1: Trajectory.uniform(2), 3: Trajectory.uniform(1)},
+    ]
+    losses = objective(inputs.to(device), targets.to(device), documents, trajectories, [32.0, 16.0])
     losses.total.backward()
     found = [losses.terms, *gradients(model)]
     model.zero_grad()

@@ -2,9 +2,10 @@
 
 The launchers have the names and parameters of ops.py, which defines in PyTorch what each computes. Tensors have one
 token per row, and most kernels run one program per row. In `residual_backward_kernel` a fixed number of programs
-share the rows, because each sums the gradients of gains and gates over its rows. Arithmetic and sums are fp32,
-whatever the dtype of a tensor. With `FP8`, operands are written in fp8 with a scale per row, and backward does not
-write operands again that forward has saved. TRITON_INTERPRET=1 runs all kernels on the CPU.
+share the rows of a sequence, because each sums the gradients of gains and gates over its rows. Gains and gates have
+a vector for each sequence of `length` tokens, and these vectors are `table_stride` elements apart. Arithmetic and
+sums are fp32, whatever the dtype of a tensor. With `FP8`, operands are written in fp8 with a scale per row, and
+backward does not write operands again that forward has saved. TRITON_INTERPRET=1 runs all kernels on the CPU.
 
     losses = cross_entropy_(logits, targets, scale, -100)   # [n] fp32; logits [n, V] become scale · their gradient
 
@@ -63,20 +64,34 @@ def _gelu_parts(u):
 
 @triton.jit
 def norm_forward_kernel(
-    x, change, gate, gain, new_x, inverse, h, scales, D, BLOCK_D: tl.constexpr, ADD: tl.constexpr, FP8: tl.constexpr
+    x,
+    change,
+    gate,
+    gain,
+    new_x,
+    inverse,
+    h,
+    scales,
+    D,
+    length,
+    table_stride,
+    BLOCK_D: tl.constexpr,
+    ADD: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Grid [N]. new_x = x + gate · change if ADD, else x; inverse = 1 / rms(new_x); h = new_x · inverse · gain."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
+    vector = row // length * table_stride + d
     value = tl.load(x + row * D + d, mask=inside, other=0.0)
     if ADD:
         added = tl.load(change + row * D + d, mask=inside, other=0.0).to(tl.float32)
-        value += tl.load(gate + d, mask=inside, other=0.0) * added
+        value += tl.load(gate + vector, mask=inside, other=0.0) * added
         tl.store(new_x + row * D + d, value, mask=inside)
     inverse_rms = tl.rsqrt(tl.sum(value * value) / D + EPSILON)
     tl.store(inverse + row, inverse_rms)
-    out = value * inverse_rms * tl.load(gain + d, mask=inside, other=0.0)
+    out = value * inverse_rms * tl.load(gain + vector, mask=inside, other=0.0)
     if FP8:
         scale = _scale(tl.max(tl.abs(out)))
         tl.store(scales + row, scale)
@@ -86,13 +101,14 @@ def norm_forward_kernel(
 
 
 @triton.jit
-def add_change_kernel(x, change, gate, out, D, BLOCK_D: tl.constexpr):
+def add_change_kernel(x, change, gate, out, D, length, table_stride, BLOCK_D: tl.constexpr):
     """Grid [N]. out = x + gate · change."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
     added = tl.load(change + row * D + d, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(x + row * D + d, mask=inside, other=0.0) + tl.load(gate + d, mask=inside, other=0.0) * added
+    gates = tl.load(gate + row // length * table_stride + d, mask=inside, other=0.0)
+    value = tl.load(x + row * D + d, mask=inside, other=0.0) + gates * added
     tl.store(out + row * D + d, value, mask=inside)
 
 
@@ -111,30 +127,36 @@ def residual_backward_kernel(
     scales,
     dgain,
     dgate,
-    N,
     D,
-    stride,
+    length,
+    table_stride,
+    programs,
+    sums_stride,
     BLOCK_D: tl.constexpr,
     NORM: tl.constexpr,
     GATE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Grid [programs]. Back through h = x / rms(x) · gain into the gradient dx, then through x = … + gate · change.
+    """Grid [S · programs]. Back through h = x / rms(x) · gain into dx, then through x = … + gate · change.
 
-    Program p works on rows p, p + programs, … It writes its sums to row p of dgain and dgate, whose rows are
-    `stride` elements apart. So no atomics are needed, and the sums do not depend on the order of programs.
+    Program p of a sequence works on its rows p, p + programs, … Each program writes its sums to a row of its own in
+    dgain and dgate, whose rows are `sums_stride` elements apart. So no atomics are needed, and the sums do not
+    depend on the order of programs.
     """
     program = tl.program_id(0)
+    sequence = (program // programs).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
+    vector = sequence * table_stride + d
     if NORM:
-        gains = tl.load(gain + d, mask=inside, other=0.0)
+        gains = tl.load(gain + vector, mask=inside, other=0.0)
         sum_gain = tl.zeros((BLOCK_D,), tl.float32)
     if GATE:
-        gates = tl.load(gate + d, mask=inside, other=0.0)
+        gates = tl.load(gate + vector, mask=inside, other=0.0)
         sum_gate = tl.zeros((BLOCK_D,), tl.float32)
-    for row in range(program, N, tl.num_programs(0)):
-        offsets = tl.cast(row, tl.int64) * D + d  # N · D may exceed 2^31
+    for token in range(program % programs, length, programs):
+        row = sequence * length + token
+        offsets = row * D + d  # in 64 bits: N · D may exceed 2^31
         grad = tl.load(dx + offsets, mask=inside, other=0.0)
         if NORM:
             grad_h = tl.load(dh + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -156,9 +178,9 @@ def residual_backward_kernel(
             else:
                 tl.store(dchange + offsets, grad, mask=inside)
     if NORM:
-        tl.store(dgain + program * stride + d, sum_gain, mask=inside)
+        tl.store(dgain + program * sums_stride + d, sum_gain, mask=inside)
     if GATE:
-        tl.store(dgate + program * stride + d, sum_gate, mask=inside)
+        tl.store(dgate + program * sums_stride + d, sum_gate, mask=inside)
 
 
 @triton.jit
@@ -324,16 +346,29 @@ def norm_forward(
     new_x = torch.empty_like(x) if has_change else x
     inverse, h = x.new_empty(tokens), _empty_operand(x, precision)
     added = (change, gate) if has_change else (x, x)  # placeholders, which the kernel does not read
-    size = triton.next_power_of_2(width)
     norm_forward_kernel[(tokens,)](
-        x, *added, gain, new_x, inverse, *_pointers(h), width, size, ADD=has_change, FP8=precision.fp8, num_warps=4
+        x,
+        *added,
+        gain,
+        new_x,
+        inverse,
+        *_pointers(h),
+        width,
+        tokens // len(gain),
+        gain.stride(0),
+        BLOCK_D=triton.next_power_of_2(width),
+        ADD=has_change,
+        FP8=precision.fp8,
+        num_warps=4,
     )
     return new_x, inverse, h
 
 
 def add_change(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
-    (tokens, width), out = x.shape, torch.empty_like(x)
-    add_change_kernel[(tokens,)](x, change, gate, out, width, BLOCK_D=triton.next_power_of_2(width), num_warps=4)
+    (tokens, width), out, size = x.shape, torch.empty_like(x), triton.next_power_of_2(x.shape[1])
+    add_change_kernel[(tokens,)](
+        x, change, gate, out, width, tokens // len(gate), gate.stride(0), BLOCK_D=size, num_warps=4
+    )
     return out
 
 
@@ -362,7 +397,9 @@ def residual_backward(
     new_dx = torch.empty_like(dx) if norm else dx
     h = torch.empty_like(dx, dtype=precision.dtype) if norm and not precision.fp8 else dx
     dchange = _empty_operand(dx, precision) if gated else Operand(dx)
-    residual_backward_kernel[(len(sums),)](
+    sequences, programs = sums.shape[:2]
+    vectors = norm_inputs.gain if norm else gate_inputs.gate
+    residual_backward_kernel[(sequences * programs,)](
         norm_inputs.dh,
         norm_inputs.x,
         norm_inputs.inverse,
@@ -373,11 +410,13 @@ def residual_backward(
         new_dx,
         h,
         *_pointers(dchange),
-        sums[0, norm_inputs.index[0], norm_inputs.index[1]],
-        sums[0, gate_inputs.index[0], gate_inputs.index[1]],
-        tokens,
+        sums[0, 0, norm_inputs.index[0], norm_inputs.index[1]],
+        sums[0, 0, gate_inputs.index[0], gate_inputs.index[1]],
         width,
-        sums.stride(0),
+        tokens // sequences,
+        vectors.stride(0),
+        programs,
+        sums.stride(1),
         BLOCK_D=triton.next_power_of_2(width),
         NORM=norm is not None,
         GATE=gated is not None,

@@ -7,6 +7,9 @@ them, here and nowhere else, so that this module imports without Triton.
 
 Matrices have one token per row [N, D]. The residual stream, gains and gates are fp32; operands of matmuls have a
 `Precision`. In fp8 (e4m3) every row of an operand has a scale of its own, a power of two.
+
+Gains and gates are [S, D]: a vector for each of S sequences, which have N / S tokens each and lie one after
+another. With S = 1 all tokens share one vector.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ MAX_NEGATIVE_GELU = 0.17  # gelu(u) >= -0.17, so |gelu(u)| <= max(u, 0.17)
 MAX_GELU_SLOPE = 1.13  # |gelu'(u)| <= 1.129
 PROGRAMS_PER_SM = 4  # programs of a backward kernel per streaming multiprocessor; together they share the rows
 
-TableIndex = tuple[int, int]  # (block, which of its four vectors): a gain or gate in the table [k, 4, D]
+TableIndex = tuple[int, int]  # (block, which of its four vectors): a gain or gate in the table [S, k, 4, D]
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class NormBackward:
     dh: Tensor  # [N, D], the gradient of h
     x: Tensor  # [N, D]
     inverse: Tensor  # [N], 1 / rms(x)
-    gain: Tensor  # [D]
+    gain: Tensor  # [S, D]
     index: TableIndex  # of the gain
 
 
@@ -79,21 +82,23 @@ class GateBackward:
     """Inputs of the backward of x + gate · change."""
 
     change: Tensor  # [N, D]
-    gate: Tensor  # [D]
+    gate: Tensor  # [S, D]
     index: TableIndex  # of the gate
 
 
 def new_modulation_sums(table: Tensor, tokens: int) -> Tensor:
-    """A buffer [programs, k, 4, D] for the gradients of gains and gates, which are its sums over programs.
+    """A buffer [S, P, k, 4, D] for the gradients of gains and gates in a table [S, k, 4, D]: its sums over P.
 
-    Each program of a kernel sums over its own rows in fp32. Atomic adds to a shared sum would have no fixed order,
-    so results would differ in their last bits from run to run.
+    P programs of a kernel share the tokens of a sequence, and each sums over its own in fp32. Atomic adds to a
+    shared sum would have no fixed order, so results would differ in their last bits from run to run.
     """
+    sequences, *shape = table.shape
     if not table.is_cuda:
-        return table.new_zeros(1, *table.shape)
+        return table.new_zeros(sequences, 1, *shape)
     multiprocessors = torch.cuda.get_device_properties(table.device).multi_processor_count
+    programs = max(1, min(tokens, PROGRAMS_PER_SM * multiprocessors) // sequences)
     # It may stay uninitialised, because every program overwrites all of its sums.
-    return table.new_empty(min(tokens, PROGRAMS_PER_SM * multiprocessors), *table.shape)
+    return table.new_empty(sequences, programs, *shape)
 
 
 def kernel_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
@@ -186,16 +191,16 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Operand]:
     """The new x = x + gate · change [N, D], its 1 / rms [N], and x / rms · gain as the next matmul's operand."""
     if change is not None and gate is not None:
-        x = x + gate * change.float()
+        x = x + _per_token(gate, x) * change.float()
     inverse = (x.square().mean(-1) + EPSILON).rsqrt()
-    out = x * inverse[:, None] * gain
+    out = x * inverse[:, None] * _per_token(gain, x)
     return x, inverse, _bounded_operand(out, precision, out.abs().amax(1))
 
 
 @kernel_on_gpu
 def add_change(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
     """x + gate · change."""
-    return x + gate * change.float()
+    return x + _per_token(gate, x) * change.float()
 
 
 @kernel_on_gpu
@@ -232,15 +237,26 @@ def residual_backward(
     h = dchange = Operand(dx)
     if norm is not None:
         dh, normed = norm.dh.float(), norm.x * norm.inverse[:, None]
-        sums[0, norm.index[0], norm.index[1]] += (dh * normed).sum(0)
-        dnormed = dh * norm.gain
+        sums[:, 0, norm.index[0], norm.index[1]] += _sum_tokens(dh * normed, len(sums))
+        gain = _per_token(norm.gain, dx)
+        dnormed = dh * gain
         dx = dx + norm.inverse[:, None] * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
-        h = Operand((normed * norm.gain).to(precision.dtype))
+        h = Operand((normed * gain).to(precision.dtype))
     if gated is not None:
-        sums[0, gated.index[0], gated.index[1]] += (dx * gated.change.float()).sum(0)
-        gated_dx = dx * gated.gate
+        sums[:, 0, gated.index[0], gated.index[1]] += _sum_tokens(dx * gated.change.float(), len(sums))
+        gated_dx = dx * _per_token(gated.gate, dx)
         dchange = _bounded_operand(gated_dx, precision, gated_dx.abs().amax(1))
     return dx, h, dchange
+
+
+def _per_token(vectors: Tensor, tokens: Tensor) -> Tensor:
+    """A vector for each of S sequences [S, D] → one for each of N tokens, or for all of them: [N or 1, D]."""
+    return vectors if len(vectors) == 1 else vectors.repeat_interleave(len(tokens) // len(vectors), 0)
+
+
+def _sum_tokens(values: Tensor, sequences: int) -> Tensor:
+    """The sum over the tokens of each sequence: [N, D] → [S, D]."""
+    return values.view(sequences, -1, values.shape[1]).sum(1)
 
 
 def _bounded_operand(values: Tensor, precision: Precision, bounds: Tensor) -> Operand:

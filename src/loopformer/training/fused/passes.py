@@ -32,7 +32,7 @@ from loopformer.training.fused.ops import GateBackward, NormBackward, Operand, P
 
 MIN_FP8_CAPABILITY = (8, 9)
 FP8_LOOPS_PER_GRADIENT = 4  # loops that share one fp8 matmul for a weight's gradient: scaled_mm cannot accumulate
-GATE_1, GATE_2, GAIN_1, GAIN_2 = range(4)  # rows of a block's table [4, D]
+GATE_1, GATE_2, GAIN_1, GAIN_2 = range(4)  # the vectors of a block in a table [B or 1, k, 4, D]
 
 
 def unsupported_reason(config: ModelConfig, device: torch.device, fp8: bool) -> str | None:
@@ -115,24 +115,23 @@ class FusedStack:
         self._anchor: Tensor = apply(self, *(layer.weight for block in layers for layer in block))
 
     def __call__(self, x: Tensor, modulation: Tensor | None, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
-        """One loop: x [B, T, D]; modulation [1, k, 4, D], or None if the norms have learned weights."""
+        """One loop: x [B, T, D]; modulation [B or 1, k, 4, D], or None if the norms have learned weights."""
         apply: Any = _FusedLoop.apply
         out: Tensor = apply(x.float(), self._table(modulation), self._anchor, self, rotary, mask)
         return out
 
     def _table(self, modulation: Tensor | None) -> Tensor:
-        """Gates and gains of every block [k, 4, D] in fp32."""
+        """Gates and gains of every block [B or 1, k, 4, D] in fp32."""
         if modulation is not None:
-            assert len(modulation) == 1, "in training all rows of a forward share one trajectory"
-            gates, scales = modulation[0].float().chunk(2, dim=1)
-            return torch.cat([gates, 1 + scales], dim=1)
+            gates, scales = modulation.float().chunk(2, dim=2)
+            return torch.cat([gates, 1 + scales], dim=2)
         rows = []
         for block in self.stack.typed_blocks():
             gain_1, gain_2 = block.norm_1.weight, block.norm_2.weight
             assert gain_1 is not None
             assert gain_2 is not None
             rows.append(torch.stack([torch.ones_like(gain_1), torch.ones_like(gain_2), gain_1, gain_2]))
-        return torch.stack(rows).float()
+        return torch.stack(rows)[None].float()
 
 
 class _SharedWeights(torch.autograd.Function):
@@ -205,7 +204,7 @@ class _FusedLoop(torch.autograd.Function):
 def _forward(
     fused: FusedStack, x: Tensor, table: Tensor, rotary: Rotary | None, mask: Tensor | None
 ) -> tuple[Tensor, list[_SavedBlock]]:
-    """One loop over x [B, T, D] with table [k, 4, D]. Returns its output and what its backward needs.
+    """One loop over x [B, T, D] with table [B or 1, k, 4, D]. Returns its output and what its backward needs.
 
     The output of a block's FFN is added by the kernel of the next block's norm, or by `add_change` after the last
     block. This saves a kernel per block.
@@ -217,16 +216,17 @@ def _forward(
     saved = []
     with torch.autocast(x.device.type, enabled=False):
         for block, modulation, (qkv_linear, out_linear, up_linear, down_linear) in zip(
-            fused.stack.typed_blocks(), table, fused.linears, strict=True
+            fused.stack.typed_blocks(), table.unbind(1), fused.linears, strict=True
         ):
-            x_1, inverse_1, h_1 = ops.norm_forward(x, change, gate, modulation[GAIN_1], precision)
+            gate_1, gate_2, gain_1, gain_2 = modulation.unbind(1)  # each [B or 1, D]
+            x_1, inverse_1, h_1 = ops.norm_forward(x, change, gate, gain_1, precision)
             qkv = qkv_linear(h_1).view(*shape[:2], -1)  # [B, T, 3D]
             with torch.enable_grad():  # attention has a separate graph for its backward
                 q, k, v = (part.detach().requires_grad_() for part in qkv.chunk(3, dim=-1))
                 attended = block.attention.attend(q, k, v, rotary, mask, None)  # [B, T, D]
             attended_operand = ops.operand(precision, attended.detach().flatten(0, 1))
             change_1 = out_linear(attended_operand)
-            x_2, inverse_2, h_2 = ops.norm_forward(x_1, change_1, modulation[GATE_1], modulation[GAIN_2], precision)
+            x_2, inverse_2, h_2 = ops.norm_forward(x_1, change_1, gate_1, gain_2, precision)
             u = up_linear(h_2)
             a = ops.gelu_forward(u, precision)
             change = down_linear(a)
@@ -234,7 +234,7 @@ def _forward(
             saved.append(
                 _SavedBlock(x_1, inverse_1, [q, k, v], attended, change_1, x_2, inverse_2, u, change, operands)
             )
-            x, gate = x_2, modulation[GATE_2]
+            x, gate = x_2, gate_2
     assert change is not None
     assert gate is not None
     return ops.add_change(x, change, gate).view(shape), saved
@@ -242,22 +242,25 @@ def _forward(
 
 @torch.no_grad()
 def _backward(fused: FusedStack, saved: list[_SavedBlock], table: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x [B, T, D] and the table [k, 4, D]. Weight gradients are added to `fused.linears`."""
+    """The gradients of x [B, T, D] and the table [B or 1, k, 4, D]. Those of weights go to `fused.linears`."""
     precision = fused.precision
     dx = dout.float().flatten(0, 1).contiguous()
     sums = ops.new_modulation_sums(table, len(dx))
     # The FFN output that each block's first norm adds: that of the block before, so None for the first block.
-    ffn_gates = [None, *(GateBackward(saved[n].change_2, table[n, GATE_2], (n, GATE_2)) for n in range(len(saved)))]
+    ffn_gates = [
+        None,
+        *(GateBackward(block.change_2, table[:, n, GATE_2], (n, GATE_2)) for n, block in enumerate(saved)),
+    ]
     dx, _, dchange = ops.residual_backward(dx, None, ffn_gates.pop(), sums, precision)
     for number in range(len(saved) - 1, -1, -1):
-        block, modulation = saved.pop(), table[number]  # popped, so that tensors are freed block by block
+        block, modulation = saved.pop(), table[:, number]  # popped, so that tensors are freed block by block
         qkv_linear, out_linear, up_linear, down_linear = fused.linears[number]
         a, du = ops.gelu_backward(block.u, down_linear.input_gradient(dchange), precision)
         down_linear.add_weight_gradient(dchange, block.operands[3] if block.operands else a)
         norm = NormBackward(
-            up_linear.input_gradient(du), block.x_2, block.inverse_2, modulation[GAIN_2], (number, GAIN_2)
+            up_linear.input_gradient(du), block.x_2, block.inverse_2, modulation[:, GAIN_2], (number, GAIN_2)
         )
-        gated = GateBackward(block.change_1, modulation[GATE_1], (number, GATE_1))
+        gated = GateBackward(block.change_1, modulation[:, GATE_1], (number, GATE_1))
         dx, h_2, dchange = ops.residual_backward(dx, norm, gated, sums, precision)
         up_linear.add_weight_gradient(du, block.operands[2] if block.operands else h_2)
         dattended = out_linear.input_gradient(dchange).view_as(block.attended)
@@ -269,8 +272,8 @@ def _backward(fused: FusedStack, saved: list[_SavedBlock], table: Tensor, dout: 
             precision, *(d.flatten(0, 1) for d in torch.autograd.grad(block.attended, block.qkv, dattended))
         )
         norm = NormBackward(
-            qkv_linear.input_gradient(dqkv), block.x_1, block.inverse_1, modulation[GAIN_1], (number, GAIN_1)
+            qkv_linear.input_gradient(dqkv), block.x_1, block.inverse_1, modulation[:, GAIN_1], (number, GAIN_1)
         )
         dx, h_1, dchange = ops.residual_backward(dx, norm, ffn_gates.pop(), sums, precision)
         qkv_linear.add_weight_gradient(dqkv, block.operands[0] if block.operands else h_1)
-    return dx.view_as(dout), sums.sum(0)
+    return dx.view_as(dout), sums.sum(1)
