@@ -183,6 +183,7 @@ class LM:
 
         On a GPU the engine uses fused kernels unless `fast` is False. Requests of different budgets then run
         their loops in one batch. `memory` limits the bytes of the KV cache, prompts that requests share included.
+        Prompts in prefill take more until they are done.
         With fused kernels, requests wait until their keys and values fit. Without them, a row may need a full
         context, so the limit lowers the number of rows.
         """

@@ -56,6 +56,13 @@ class Trajectory:
         """The time t before each step: 0, Δ₁, Δ₁+Δ₂, …"""
         return tuple(itertools.accumulate(self.steps[:-1], initial=Fraction(0)))
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.steps)
+
+    def __hash__(self) -> int:
+        return self._hash  # kept, because hashing fractions is slow and trajectories are the keys of many tables
+
     @property
     def is_uniform(self) -> bool:
         return len(set(self.steps)) == 1

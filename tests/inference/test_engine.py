@@ -21,6 +21,7 @@ from loopformer.inference.kv_cache import slot_bytes
 from loopformer.inference.request import Request, Result
 from loopformer.inference.runner import PlainRunner
 from loopformer.inference.scheduler import Busy
+from loopformer.inference.sequence import Sequence
 
 from .models import spread
 
@@ -295,6 +296,38 @@ def test_a_step_that_fails_loses_nobody(lm: LM) -> None:
     assert set(results) == set(tickets)
     for ticket, prompt in zip(tickets, PROMPTS, strict=True):
         assert results[ticket].ids == lm.generate(prompt, budget=2, max_tokens=5).ids
+
+
+def test_prompts_that_started_before_their_group_failed_are_not_started_again(
+    lm: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the fused runner starts the prompts of a group: one by one, so some are in flight when another fails."""
+    prompts = [(65, 66, 67, 68), (75, 74, 73)]
+    requests = [Request(prompt, Trajectory.uniform(2), max_tokens=6) for prompt in prompts]
+    expected = [alone(lm, request).ids for request in requests]
+    engine = lm.engine(rows=3)
+    start, failures = engine.runner.start_prefill, iter([torch.OutOfMemoryError("once")])
+
+    def start_one_by_one(group: list[Sequence]) -> None:
+        for number, sequence in enumerate(group):
+            if number == 1:
+                for failure in failures:
+                    raise failure
+            start([sequence])
+
+    monkeypatch.setattr(engine.runner, "start_prefill", start_one_by_one)
+    tickets = [engine.submit(request) for request in requests]
+    results = finish(engine)
+    assert list(failures) == []
+    assert [results[ticket].ids for ticket in tickets] == expected
+
+
+def test_tokens_that_are_no_whole_numbers_are_refused_at_once(lm: LM) -> None:
+    engine = lm.engine(rows=1)
+    for token in (1.5, "a", None, 2**70):
+        with pytest.raises(LoopformerError, match="A prompt is made of token ids, which are whole numbers"):
+            engine.submit(Request((1, token), Trajectory.uniform(1)))  # type: ignore[arg-type]
+    assert engine.idle
 
 
 def test_a_long_prompt_is_run_in_pieces_between_the_tokens_of_others(

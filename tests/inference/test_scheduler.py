@@ -1,8 +1,11 @@
 """Who runs next: order, priority, shares and groups, for a runner that computes nothing."""
 
 import itertools
+import math
 import random
+import time
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from loopformer import ModelConfig, Trajectory
 from loopformer.errors import LoopformerError
 from loopformer.inference.request import MAX_PRIORITY, Choice, Request
 from loopformer.inference.runner import Runner
-from loopformer.inference.scheduler import PRIORITY_SECONDS, Busy, Scheduler
+from loopformer.inference.scheduler import PRIORITY_SECONDS, Busy, PendingPrefixes, Scheduler
 from loopformer.inference.sequence import Sequence, Status
 
 CONFIG = ModelConfig(blocks=1, loops=4, width=8, heads=2, ffn=8, context=100, vocab=100)
@@ -340,6 +343,49 @@ def test_a_prompt_that_could_share_nothing_waits_for_nobody(
     runner.cached = {1: cached}
     scheduler = scheduler_of([*runner.under_way, sequence(1, prompt=prompt, trajectory=trajectory)])
     assert planned(scheduler, runner) == [[1]]
+
+
+@given(
+    size=st.integers(0, 4),
+    prompts=st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=12), st.booleans()), min_size=1),
+)
+def test_a_prompt_shares_the_full_blocks_in_which_it_begins_like_another(
+    size: int, prompts: list[tuple[list[int], bool]]
+) -> None:
+    *others, last = [
+        sequence(ticket, prompt=tuple(prompt), trajectory=TRAJECTORIES[which])
+        for ticket, (prompt, which) in enumerate(prompts)
+    ]
+    pending = PendingPrefixes(size)
+    for other in others:
+        pending.add(other)
+    shared = [0]
+    for other in others:
+        tokens = last.request.prompt
+        pairs = zip(other.request.prompt, tokens, strict=False)
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if size and other.trajectory == last.trajectory:
+            shared.append(min(common, len(tokens) - 1) // size * size)
+    assert pending.shared_tokens(last) == max(shared)
+
+
+def test_planning_many_prompts_behind_one_prefix_takes_milliseconds() -> None:
+    """64 prompts that begin with the same 384 cached tokens. Comparing them in pairs took 25 ms."""
+    config = replace(CONFIG, context=512)
+    prefix, fastest = tuple(range(96)) * 4, math.inf
+    for _ in range(20):
+        runner = FakeRunner(prefill_chunk=512, share_tokens=16)
+        runner.cached = dict.fromkeys(range(64), 384)
+        waiting = [
+            Sequence(ticket, Request((*prefix, ticket, *range(16)), TRAJECTORIES[0]), Letters(), config)
+            for ticket in range(64)
+        ]
+        scheduler = scheduler_of(waiting)
+        started = time.perf_counter()
+        groups = scheduler.plan_prefills(runner, 2048)
+        fastest = min(fastest, time.perf_counter() - started)
+        assert sum(map(len, groups)) == 64
+    assert fastest < 0.01
 
 
 def test_not_too_many_prefills_are_in_flight() -> None:

@@ -231,8 +231,12 @@ class Engine:
         if len(group) == 1:
             self._handle_failure(group[0], failure)
             return
-        for sequence in group:  # one at a time, so that only the one at fault fails
-            self._start_prefill([sequence])
+        # One at a time, so that only the one at fault fails. A runner may have started some of the group before the
+        # failure. Started again, these would be given their first token twice.
+        started = {sequence.ticket for sequence in self.runner.in_flight()}
+        for sequence in group:
+            if sequence.ticket not in started:
+                self._start_prefill([sequence])
 
     def _append(self, sequences: list[Sequence], choices: list[list[Choice]]) -> None:
         """Turn tokens into text."""

@@ -39,7 +39,10 @@ Fingerprint = tuple[tuple[int, object, int], ...]
 
 
 def fingerprint(model: LoopedLM) -> Fingerprint:
-    """The address of each weight and how often it was written. It differs once weights have changed."""
+    """The address of each weight and how often it was written, so it differs once weights have changed.
+
+    PyTorch does not count writes to `weight.data`, nor those to weights that were made in inference mode.
+    """
     return tuple(
         [
             (weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version)
@@ -211,10 +214,15 @@ class BlockManager:
 
     def _pop_pages(self, count: int) -> list[int]:
         """Free pages. Idle blocks are evicted for them, those used longest ago first."""
-        while len(self._free) < count:
-            block = next((block for block in self._cached.values() if block not in self._holders), None)
-            if block is None or block.cache_key is None:
-                raise RunFailed("The memory for keys and values is full.")
+        missing, evicted = count - len(self._free), list[KVBlock]()
+        if missing > self._idle_pages:
+            raise RunFailed("The memory for keys and values is full.")
+        idle = (block for block in self._cached.values() if block not in self._holders)
+        while missing > 0:
+            evicted.append(next(idle))
+            missing -= len(evicted[-1].pages)
+        for block in evicted:
+            assert block.cache_key is not None
             del self._cached[block.cache_key]
             block.cache_key = block.kv = None
             self._idle_pages -= len(block.pages)

@@ -35,7 +35,7 @@ from loopformer.trajectory import Trajectory
 PREFILL_CHUNK = 512  # tokens of a long prompt that are run at a time
 PAGE = 16  # tokens of a page of the plain runner
 CACHE_SLOTS = 4  # slots' worth of memory for cached prompts, by default
-MAX_TABLES = 32  # condition tables of the trajectories that were used last
+MAX_TABLES = 32  # condition tables, of the trajectories that came last
 SLOTS = -1  # the ticket under which the slots of the plain runner hold their pages
 
 
@@ -44,7 +44,7 @@ class Runner(Protocol):
 
     rows: int  # sequences that can run at once
     prefill_chunk: int  # prompt tokens per step while sequences decode
-    max_in_flight: int | None  # prompts whose prefill may be in flight at a time
+    max_in_flight: int | None  # no prefill is planned while so many are in flight
     prompt_tokens: int  # run so far
     shared_tokens: int  # prompt tokens so far that came from cached blocks
 
@@ -232,7 +232,7 @@ class PromptRunner(ABC):
         return self.model.head(hidden)[:, : self.model.config.vocab]
 
     def _table(self, trajectory: Trajectory) -> Condition:
-        """The conditions of a trajectory's loops. Those used last are kept."""
+        """The conditions of a trajectory's loops. The newest ones are kept."""
         if trajectory not in self._tables:
             recent = list(self._tables.items())[1 - MAX_TABLES :]
             self._tables = {**dict(recent), trajectory: self.model.condition(trajectory)}
@@ -278,7 +278,7 @@ class PlainRunner(PromptRunner):
         return 0
 
     def pages_needed(self, sequence: Sequence) -> int:
-        return 0  # the memory of a whole slot is reserved for every row
+        return 0  # the number of rows is limited, so that each of them may grow to the whole context
 
     @torch.no_grad()
     def start_prefill(self, sequences: list[Sequence]) -> None:

@@ -16,13 +16,13 @@ While sequences decode, a step runs only one chunk of prompts, so that none of t
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable, Iterator
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from loopformer.errors import LoopformerError, require
 from loopformer.inference.request import is_whole
 from loopformer.inference.sequence import Sequence, Status
-from loopformer.scoring import common_prefix
 
 if TYPE_CHECKING:
     from loopformer.inference.runner import Runner
@@ -41,6 +41,41 @@ class Candidate(NamedTuple):
     new_tokens: int
     cached_tokens: int
     sequence: Sequence
+
+
+class PendingPrefixes:
+    """The beginnings of prompts that are being run, in blocks of tokens, as the cache will have them.
+
+    A block is found by the block before it and its own tokens, so a prompt costs the same however many there are.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        """`block_tokens`: 0 where prompts share nothing."""
+        self._size = block_tokens
+        self._numbers: dict[tuple[Hashable, tuple[int, ...]], int] = {}  # of each block
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a prompt."""
+        before: Hashable = sequence.trajectory
+        for tokens in self._blocks(sequence, len(sequence.request.prompt)):
+            before = self._numbers.setdefault((before, tokens), len(self._numbers))
+
+    def shared_tokens(self, sequence: Sequence) -> int:
+        """How many tokens a prompt could share once the others have run: whole blocks, never its last token."""
+        before: Hashable = sequence.trajectory
+        shared = 0
+        for tokens in self._blocks(sequence, len(sequence.request.prompt) - 1):
+            number = self._numbers.get((before, tokens))
+            if number is None:
+                break
+            before, shared = number, shared + self._size
+        return shared
+
+    def _blocks(self, sequence: Sequence, end: int) -> Iterator[tuple[int, ...]]:
+        """The full blocks of the first `end` tokens of a prompt."""
+        size, prompt = self._size, sequence.request.prompt
+        starts = range(0, end - size + 1, size) if size else ()
+        return (prompt[start : start + size] for start in starts)
 
 
 class Scheduler:
@@ -114,6 +149,9 @@ class Scheduler:
             return []
         free_pages = runner.available_pages
         tickets = {sequence.ticket for sequence in in_flight}
+        pending = PendingPrefixes(runner.share_tokens)
+        for sequence in in_flight:
+            pending.add(sequence)
         chosen: list[Candidate] = []
         for sequence in self.order_waiting():
             if sequence.ticket in tickets:
@@ -121,10 +159,10 @@ class Scheduler:
             free_rows, free_pages = free_rows - 1, free_pages - runner.pages_needed(sequence)
             if free_rows < 0 or free_pages < 0:
                 break  # no overtaking: otherwise a large request would starve
-            others = [candidate.sequence for candidate in chosen]
             cached = runner.cached_tokens(sequence)
-            if any(_shareable_tokens(sequence, other, runner) > cached for other in (*in_flight, *others)):
+            if pending.shared_tokens(sequence) > cached:
                 break  # wait for the prefix rather than compute it twice
+            pending.add(sequence)
             candidate = Candidate(len(sequence.request.prompt) - cached, cached, sequence)
             chosen.append(candidate)
             self._turn = max(self._turn, sequence.turn)
@@ -150,16 +188,6 @@ class Scheduler:
 def _own_deadline(sequence: Sequence) -> float:
     """The order of a sequence among those of its client."""
     return sequence.arrived_at + PRIORITY_SECONDS * sequence.request.priority
-
-
-def _shareable_tokens(sequence: Sequence, other: Sequence, runner: Runner) -> int:
-    """How many tokens of a prompt could be shared once another one has run: whole pages, never the last token."""
-    size = runner.share_tokens
-    if other.trajectory != sequence.trajectory or not size:
-        return 0
-    prompt = sequence.request.prompt
-    common = min(common_prefix(other.request.prompt, prompt), len(prompt) - 1)
-    return common // size * size
 
 
 def _group_by_length(chosen: list[Candidate], prefill_chunk: int) -> list[list[Sequence]]:

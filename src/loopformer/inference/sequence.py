@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from array import array
 from enum import Enum
 from typing import NamedTuple
 
@@ -60,6 +61,10 @@ class Sequence:
             raise LoopformerError(
                 f"The prompt has {len(request.prompt)} tokens but the context is {config.context}; shorten it."
             )
+        try:
+            array("q", request.prompt)
+        except (TypeError, OverflowError) as error:
+            raise LoopformerError(f"A prompt is made of token ids, which are whole numbers: {error}.") from error
         low, high = min(request.prompt), max(request.prompt)
         if low < 0 or high >= config.vocab:
             raise LoopformerError(
@@ -153,7 +158,9 @@ class Sequence:
         self.progress = after
 
     def fail(self, sentence: str) -> None:
-        """End with an error. The text so far is kept, including what was held back."""
+        """End with an error, if it has not ended. The text so far is kept, including what was held back."""
+        if self.status is Status.FINISHED:
+            return
         text = self.progress.text.copy()
         text.flush()
         after = self.progress._replace(text=text, status=Status.FINISHED)

@@ -41,7 +41,7 @@ from loopformer.model.cache import KVCache, SequenceKV
 from loopformer.scoring import most_likely
 
 MAX_APART = 4  # prompts of a group that run one by one
-MAX_IN_FLIGHT = 4  # prompts; more would only wait for each other
+MAX_IN_FLIGHT = 4  # prefills in flight beyond which no more are planned: they would only wait for each other
 TOKENS_AHEAD, LOOPS_AHEAD = 2, 8  # at least so many tokens of some sequence, and loops, are queued at a time
 DROPPED = -1  # the ticket of a sequence that has gone while its tokens were on their way
 LOST = -1  # the tokens of a row that must be run again
