@@ -12,7 +12,7 @@ from torch import Tensor
 
 from loopformer.errors import LoopformerError, nearest
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 PEAK_BF16_TFLOPS = {"H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
 
 

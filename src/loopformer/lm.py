@@ -28,6 +28,7 @@ from loopformer.inference.runner import PlainRunner, Runner
 from loopformer.loading import find_model, from_model_folder, read_model
 from loopformer.loading.folder import default_trajectory, is_model_folder
 from loopformer.model import LoopedLM
+from loopformer.model.packed import can_pack_bfloat16
 from loopformer.scoring import Score, score_texts
 from loopformer.trajectory import Trajectory
 
@@ -37,8 +38,9 @@ Fast = bool | Literal["auto"]  # auto: use the fused kernels where they can run
 REMOVED_OPTIONS = {  # options of earlier versions, and what to use instead
     "certainty": REMOVED_CERTAINTY,
     "draft": f"{REMOVED_DRAFT}.",
-    "int8": 'int8 was removed; leave it out, and on a GPU decode in bfloat16: lm.to("cuda", torch.bfloat16).',
+    "int8": 'int8=True was removed; call lm.to("cpu", torch.int8) on a CPU, or lm.to("cuda", torch.bfloat16).',
 }
+INT8_IS_FOR_CPUS = "int8 decodes on a CPU only; on a GPU use bfloat16."
 
 
 class RequestOptions(TypedDict, total=False):
@@ -74,8 +76,14 @@ class LM:
     _pool: BatchPool | None = field(default=None, repr=False)  # created by the first fused run
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
-        """Move the model, in place, to a device and dtype."""
-        optimize_weight_layout(self.model.to(device=device, dtype=dtype))
+        """Move the model, in place, to a device and dtype.
+
+        On a CPU, torch.int8 and torch.bfloat16 decode faster than torch.float32 (model/packed.py).
+        """
+        is_int8 = dtype == torch.int8 or (dtype is None and self.model.dtype_name == "int8")
+        require(not is_int8 or torch.device(device).type == "cpu", INT8_IS_FOR_CPUS)
+        self.model.to(device=device, dtype=torch.float32 if is_int8 else dtype)
+        optimize_weight_layout(self.model, is_int8)
         self._pool = None  # its CUDA graphs read the old weights
         return self
 
@@ -277,13 +285,17 @@ def move_to_device(lm: LM, device: str, dtype: torch.dtype | None, fast: Fast) -
 
 
 @torch.no_grad()
-def optimize_weight_layout(model: LoopedLM) -> LoopedLM:
+def optimize_weight_layout(model: LoopedLM, is_int8: bool = False) -> LoopedLM:
     """Store the weights that every token uses in the layout that decodes fastest, in place.
 
-    A matmul of one row on the CPU is limited by memory bandwidth. PyTorch reads a weight [out, in] with all cores
-    only if the weight is column-major (results/cpu/decode.json). Values, shapes and saved files do not change.
+    A matmul of one row on the CPU is limited by memory bandwidth. PyTorch reads a float32 weight [out, in] with all
+    cores only if it is column-major (results/cpu/decode.json). Packed weights are faster, but rounded. The weights'
+    values, shapes and saved files do not change.
     """
-    is_column_major = model.device.type == "cpu"
+    is_cpu = model.device.type == "cpu"
+    is_packed = model.tokens.weight.dtype == torch.bfloat16 and can_pack_bfloat16()
+    model.pack(torch.int8 if is_int8 else torch.bfloat16 if is_cpu and is_packed else None)
+    is_column_major = is_cpu and model.packed_head is None
     linears = [module for module in model.stack.modules() if isinstance(module, nn.Linear)]
     for weight in (model.tokens.weight, *(linear.weight for linear in linears)):
         weight.data = weight.data.t().contiguous().t() if is_column_major else weight.data.contiguous()

@@ -74,7 +74,7 @@ def test_the_command_prints_lines_or_json_and_writes_it(tiny: ModelConfig, tmp_p
             "32 prompt tokens and up to 128 new ones (twice --tokens) do not fit the context of 32",
         ),
         (["decode", "--dtype", "int3"], "There is no dtype 'int3'"),
-        (["decode", "--int8"], "--int8 was removed; leave it out"),
+        (["decode", "--int8"], "--int8 was removed; write --dtype int8 on a CPU"),
         (
             ["decode", "--tokens", "2", "--paths", "plane"],
             "There is no path 'plane' of decoding; did you mean plain?",

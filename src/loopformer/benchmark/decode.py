@@ -105,7 +105,8 @@ def decode(
         if rate is None:
             return {}
         size, peak = model.tokens.weight.element_size(), machine["peak_tflops"]
-        nbytes = cost.decode_bytes(budget, 0, size) + batch * context * cost.kv_bytes(budget, size)  # of a step
+        weight_bytes = cost.decode_bytes(budget, 0, 1 if model.dtype_name == "int8" else size)
+        nbytes = weight_bytes + batch * context * cost.kv_bytes(budget, size)  # of a step
         bandwidth = rate / batch * nbytes / 1e9
         tflops = rate * cost.forward_flops(budget, context, causal=False) / 1e12
         return {

@@ -29,7 +29,9 @@ AnyModel = Annotated[
         autocompletion=complete_model_or_preset,
     ),
 ]
-BenchDtype = Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")]
+BenchDtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or int8 (on a CPU). Default: bfloat16 on a GPU, else float32.")
+]
 Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 _REMOVED = {  # commands of earlier versions
     "memory": "bench memory was removed; use bench train, whose rows have the peak memory.",
@@ -198,17 +200,17 @@ def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
 
     from loopformer.config import load_run, preset_names, with_expected_vocab
     from loopformer.device import choose_device, dtype_of
-    from loopformer.lm import load, optimize_weight_layout
+    from loopformer.lm import LM, load
     from loopformer.model.looped import LoopedLM
 
     chosen = choose_device(device)
     precision = dtype_of(dtype or ("bfloat16" if chosen.type == "cuda" else "float32"))
     if name in preset_names():
         torch.manual_seed(0)
-        model = LoopedLM(with_expected_vocab(*load_run(name)).model)
+        lm = LM(LoopedLM(with_expected_vocab(*load_run(name)).model).eval())
     else:
-        model = load(name).model
-    return optimize_weight_layout(model.to(chosen, precision)).eval()
+        lm = load(name)
+    return lm.to(chosen, precision).model
 
 
 def _print_row(as_json: bool, row: dict[str, Any]) -> None:

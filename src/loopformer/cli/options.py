@@ -128,11 +128,11 @@ ModelsOption = Annotated[
 ]
 Heads = Annotated[int | None, Option(help="Attention heads, for weights without a config.")]
 Loops = Annotated[int | None, Option(help="Loops L, for weights without a config.")]
-complete_dtype = complete_from("float32", "bfloat16", "float16")
+complete_dtype = complete_from("float32", "bfloat16", "float16", "int8")
 Device = Annotated[
     str, Option(help="auto, cpu, cuda or mps.", autocompletion=complete_from("auto", "cpu", "cuda", "mps"))
 ]
-Dtype = Annotated[str, Option(help="float32, bfloat16 or float16.", autocompletion=complete_dtype)]
+Dtype = Annotated[str, Option(help="float32, bfloat16, float16, or int8 on a CPU.", autocompletion=complete_dtype)]
 BatchTokens = Annotated[int, Option(help="Tokens in a batch.")]
 
 # Budgets and schedules to measure.
@@ -167,7 +167,7 @@ DecodeDtype = Annotated[
     str | None,
     Option(
         "--dtype",
-        help="float32, bfloat16 or float16. Default: bfloat16 with fused kernels, else float32.",
+        help="float32, bfloat16, float16, or int8 on a CPU. Default: bfloat16 with fused kernels, else float32.",
         autocompletion=complete_dtype,
     ),
 ]
@@ -191,7 +191,7 @@ RemovedInt8 = Annotated[
     Option(
         "--int8",
         hidden=True,
-        callback=_removed("--int8 was removed; leave it out, and on a GPU decode in bfloat16, its default."),
+        callback=_removed("--int8 was removed; write --dtype int8 on a CPU. On a GPU bfloat16 is the default."),
     ),
 ]
 

@@ -62,7 +62,7 @@ class Engine:
         self._new_tokens = 0
         self._tickets = count()
         self._delivered: dict[int, Progress] = {}  # the progress of each sequence at its last event, by ticket
-        self._placement = _placement(model)
+        self._placement = model.device, model.dtype_name
         self._work = Lock()  # held to run a step
 
     @property
@@ -166,7 +166,7 @@ class Engine:
         gradients = torch.is_grad_enabled()
         try:
             with self._work, device_context(self.model.device):
-                if _placement(self.model) != self._placement:
+                if (self.model.device, self.model.dtype_name) != self._placement:
                     raise LoopformerError("The model was moved while this engine has it; make a new engine.")
                 running, waiting, finished = self.scheduler.split()
                 self._remove([sequence.ticket for sequence in finished if self._is_done(sequence)])
@@ -262,11 +262,6 @@ class Engine:
             sequence.has_failed = True
             raise error
         sequence.fail(str(error) or type(error).__name__)
-
-
-def _placement(model: LoopedLM) -> tuple[torch.device, torch.dtype]:
-    weight = model.tokens.weight
-    return weight.device, weight.dtype
 
 
 def generate(model: LoopedLM, tokenizer: Detokenizer, requests: list[Request], runner: Runner) -> Iterator[Event]:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopformer.config.model import ModelConfig
+from loopformer.model.packed import Linear
 
 # The machine epsilon of fp32, used at every dtype. The default of nn.RMSNorm depends on the dtype of its input.
 EPSILON = 1.1920929e-07
@@ -59,8 +60,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
-        self.out = nn.Linear(config.width, config.width, bias=False)
+        self.qkv = Linear(config.width, 3 * config.width)
+        self.out = Linear(config.width, config.width)
 
     def forward(
         self,
@@ -108,8 +109,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.width, config.ffn, bias=False)
-        self.down = nn.Linear(config.ffn, config.width, bias=False)
+        self.up = Linear(config.width, config.ffn)
+        self.down = Linear(config.ffn, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(F.gelu(self.up(x)))

@@ -36,6 +36,7 @@ from loopformer.model.cache import KVCache, LoopPlan
 from loopformer.model.conditioning import Condition, Conditioner, ZeroLinear
 from loopformer.model.cost import Cost
 from loopformer.model.noise import GOLDEN, as_int64, hashed, normal_noise
+from loopformer.model.packed import Linear, PackedWeight, multiply
 from loopformer.trajectory import Trajectory, resolve
 
 INITIAL_STATE_STD = math.sqrt(2 / 5)  # of a random initial state, as in Geiping et al. (2025)
@@ -69,7 +70,8 @@ class LoopedLM(nn.Module):
         self.places = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
         self.conditioner = Conditioner(config) if config.conditioning != "none" else None
         self.stack = Stack(config)
-        self.adapter = nn.Linear(2 * config.width, config.width, bias=False) if config.inject == "adapter" else None
+        self.adapter = Linear(2 * config.width, config.width) if config.inject == "adapter" else None
+        self.packed_head: PackedWeight | None = None
         self.final_norm = RMSNorm(config.width, learned=True)
         self.initialise()
 
@@ -256,7 +258,7 @@ class LoopedLM(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """[…, D] after the final norm → logits […, V]."""
-        return F.linear(hidden, self.tokens.weight)
+        return multiply(hidden, self.tokens.weight, self.packed_head)
 
     # Prefill and decode with a KV cache.
 
@@ -342,8 +344,16 @@ class LoopedLM(nn.Module):
 
     @property
     def dtype_name(self) -> str:
-        """The dtype of its weights, such as bfloat16."""
-        return str(self.tokens.weight.dtype).removeprefix("torch.")
+        """The dtype of its weights, such as bfloat16, or int8 if they are packed so."""
+        is_int8 = self.packed_head is not None and self.packed_head.dtype == torch.int8
+        return "int8" if is_int8 else str(self.tokens.weight.dtype).removeprefix("torch.")
+
+    def pack(self, dtype: torch.dtype | None) -> None:
+        """Let inference on a CPU use weights in torch.int8 or torch.bfloat16 (packed.py); None ends that."""
+        for layer in self.modules():
+            if isinstance(layer, Linear):
+                layer.packed = None if dtype is None else PackedWeight(dtype)
+        self.packed_head = None if dtype is None else PackedWeight(dtype)
 
     @property
     def cost(self) -> Cost:
