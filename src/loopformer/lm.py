@@ -295,7 +295,7 @@ def optimize_weight_layout(model: LoopedLM, is_int8: bool = False) -> LoopedLM:
     is_cpu = model.device.type == "cpu"
     is_packed = model.tokens.weight.dtype == torch.bfloat16 and can_pack_bfloat16()
     model.pack(torch.int8 if is_int8 else torch.bfloat16 if is_cpu and is_packed else None)
-    is_column_major = is_cpu and model.packed_head is None
+    is_column_major = is_cpu and model.packed_dtype is None
     linears = [module for module in model.stack.modules() if isinstance(module, nn.Linear)]
     for weight in (model.tokens.weight, *(linear.weight for linear in linears)):
         weight.data = weight.data.t().contiguous().t() if is_column_major else weight.data.contiguous()

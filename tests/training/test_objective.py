@@ -67,7 +67,7 @@ def test_it_is_the_papers_sum(tiny: ModelConfig, kind: str) -> None:
     torch.testing.assert_close(got.total, total)
     assert not got.terms.requires_grad
     none = torch.zeros(())
-    expected = torch.stack([ce[0], ce[1], none, consistency]).detach().view(2, 2)
+    expected = torch.stack([ce[0], ce[1], none, consistency, none, none]).detach().view(3, 2)
     torch.testing.assert_close(got.terms / counted, expected)
     assert_same(mine, grads(objective))
 
@@ -100,7 +100,7 @@ def test_fixed_depth_has_one_route(tiny: ModelConfig) -> None:
     objective.model.stack.register_forward_hook(lambda *_: seen.append(1))
     losses = objective(inputs, targets, None, [on(range(4), FULL)], [31.0])
     assert len(seen) == tiny.loops
-    assert losses.terms.shape == (2, 1)
+    assert losses.terms.shape == (3, 1)
     assert losses.terms[1].tolist() == [0.0]
 
 
@@ -141,6 +141,46 @@ def test_a_list_is_the_sum_of_its_trajectories(tiny: ModelConfig, kind: str) -> 
     assert_same(mine, grads(objective))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_exits_are_the_cross_entropy_after_their_loop(tiny: ModelConfig, recompute: bool) -> None:
+    entries = (TrainedTrajectory("full", exits=0.3), TrainedTrajectory("short", weight=0.2, exits=0.1, rows=0.5))
+    objective, inputs, targets = make(tiny, ObjectiveConfig(trajectories=entries, chunk=5), recompute)
+    trajectories = [on(range(4), FULL), on((1, 2), SHORT)]
+    exits, divisors = [{0: 3, 1: 1, 2: 3, 3: 2}, {2: 2}], [31.0, 15.0]
+    got = objective(inputs, targets, None, trajectories, divisors, exits)
+    got.total.backward()
+    mine = grads(objective)
+    without = objective(inputs, targets, None, trajectories, divisors)
+    total, sums = without.total, [0.0, 0.0]
+    for index, (entry, divisor) in enumerate(zip(exits, divisors, strict=True)):
+        for row, loop in entry.items():
+            state = objective.model(inputs[[row]], trajectories[index][row], states=True).states[loop - 1]
+            logits = objective.model.head(objective.model.final_norm(state))[0]
+            loss = F.cross_entropy(logits, targets[row], ignore_index=IGNORE_INDEX, reduction="sum")
+            total = total + entries[index].exits / divisor * loss
+            sums[index] += float(loss)
+    torch.autograd.backward(total)
+    torch.testing.assert_close(got.total, total)
+    torch.testing.assert_close(got.terms[2], torch.tensor(sums))
+    assert torch.equal(got.terms[:2], without.terms[:2])
+    assert_same(mine, grads(objective))
+
+
+def test_a_rank_that_needs_fewer_loops_runs_as_many_as_the_others(tiny: ModelConfig) -> None:
+    """Weights that are sharded are gathered in every loop, by all ranks together."""
+    config = ObjectiveConfig(trajectories=(TrainedTrajectory("any"),))
+    objective, inputs, targets = make(tiny, config)
+    seen: list[int] = []
+    objective.model.stack.register_forward_hook(lambda *_: seen.append(1))
+    trajectories = [on(range(4), Trajectory.uniform(2))]
+    objective(inputs, targets, None, trajectories, [31.0]).total.backward()
+    alone = grads(objective)
+    losses = objective(inputs, targets, None, trajectories, [31.0], loops=4)
+    losses.total.backward()
+    assert len(seen) == 2 + 4
+    assert_same(grads(objective), alone)
+
+
 def test_a_trajectory_that_is_not_followed_costs_nothing(tiny: ModelConfig) -> None:
     config = ObjectiveConfig(trajectories=(TrainedTrajectory("any"), TrainedTrajectory(2, active_range=(0.5, 1.0))))
     objective, inputs, targets = make(tiny, config)
@@ -148,7 +188,7 @@ def test_a_trajectory_that_is_not_followed_costs_nothing(tiny: ModelConfig) -> N
     objective.model.stack.register_forward_hook(lambda *_: seen.append(1))
     losses = objective(inputs, targets, None, [on(range(4), SHORT), {}], [31.0, 31.0])
     assert len(seen) == SHORT.budget
-    assert losses.terms[:, 1].tolist() == [0.0, 0.0]
+    assert losses.terms[:, 1].tolist() == [0.0] * 3
 
 
 WEIGHTS = [LossWeights(0.5), LossWeights(0.3), LossWeights(0.2)]

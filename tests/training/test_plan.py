@@ -1,6 +1,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from loopformer.training.plan import (
     assign_rows,
     check_ranks,
     costliest_step,
+    draw_exits,
     draw_trajectories,
     estimated_micro_batch,
     make_plan,
@@ -92,6 +94,37 @@ def test_budgets_are_dealt_out_evenly_over_rows() -> None:
         schedules |= set(long.values())
         assert draw_trajectories(run, step) == [long, short] != draw_trajectories(run, step + 1)
     assert len(schedules) > 80, "rows draw their steps one by one"
+
+
+@pytest.mark.parametrize("draws", ["part", "row"])
+def test_exits_come_before_the_last_loop_and_change_no_trajectory(draws: Any) -> None:
+    entries = (TrainedTrajectory("full", exits=0.1), TrainedTrajectory((2, 4), weight=0.2))
+    plain = ObjectiveConfig(tuple(replace(entry, exits=0.0) for entry in entries), draws=draws)
+    run = run_of(28, ObjectiveConfig(entries, draws=draws))
+    seen = set[int]()
+    for step in range(1, 40):
+        drawn = draw_trajectories(run, step)
+        assert drawn == draw_trajectories(run_of(28, plain), step)
+        full, ranged = draw_exits(run, step, drawn)
+        assert full.keys() == drawn[0].keys()
+        assert not ranged
+        assert Counter(full.values()) == dict.fromkeys(range(1, 8), 4) or (
+            draws == "part" and len({*full.values()}) == 1
+        )
+        seen |= {*full.values()}
+        parts = [part for rank in range(2) for part in plan_step(run, step, 7, rank, 2)]
+        assert {part.rows[row]: loop for part in parts for row, loop in part.exits[0].items()} == full
+    assert seen == set(range(1, 8))
+    cost = Cost(run.model)
+    (exiting,), (other,) = plan_step(run, 1, 28), plan_step(run_of(28, plain), 1, 28)
+    extra = exiting.training_flops(cost) - other.training_flops(cost)
+    assert extra == pytest.approx(28 * cost.training_flops(budgets=[0]))
+
+
+def test_exits_need_two_loops() -> None:
+    entries = (TrainedTrajectory("full"), TrainedTrajectory("any", exits=0.1))
+    with pytest.raises(LoopformerError, match="budget any: exits needs 2 loops or more"):
+        RunConfig(ModelConfig(), objective=ObjectiveConfig(entries))
 
 
 def test_drawing_for_rows_has_no_groups() -> None:

@@ -67,6 +67,7 @@ class TrainedTrajectory:
     match: float = setting(0.0, "Weight of its distance to the full trajectory.", minimum=0)
     rows: float = setting(1.0, "Share of the rows that train on it.", above=0, maximum=1)
     active_range: tuple[float, ...] = setting((0.0, 1.0), "The part of training that uses it.")
+    exits: float = setting(0.0, "Weight of the cross-entropy after one of its loops before the last.", minimum=0)
 
     def __post_init__(self) -> None:
         where = f"objective.trajectories, budget {self}"
@@ -221,7 +222,9 @@ class RunConfig:
         for entry in self.objective.trajectories:
             where = f"objective.trajectories, budget {entry}"
             require(loops > 1 or entry.budget != "short", no_short)
-            require(entry.budgets(loops)[1] <= loops, f"{where} is beyond the model's {loops} loops.")
+            low, high = entry.budgets(loops)
+            require(high <= loops, f"{where} is beyond the model's {loops} loops.")
+            require(entry.exits == 0 or low > 1, f"{where}: exits needs 2 loops or more; set it to 0.")
             remedy = f"raise it, or training.batch to {math.ceil(groups / entry.rows)}"
             has_row = int(group_rows * entry.rows + 1e-9) >= 1  # rounding may leave just below 1
             require(has_row, f"{where}: rows {entry.rows} of {group_rows} rows is less than one row; {remedy}.")

@@ -18,7 +18,7 @@ graph per batch shape, dtype and grad mode, whatever the budget and the schedule
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,7 +36,7 @@ from loopformer.model.cache import KVCache, LoopPlan
 from loopformer.model.conditioning import Condition, Conditioner, ZeroLinear
 from loopformer.model.cost import Cost
 from loopformer.model.noise import GOLDEN, as_int64, hashed, normal_noise
-from loopformer.model.packed import Linear, PackedWeight, multiply
+from loopformer.model.packed import Linear, PackedWeight, can_pack_bfloat16, multiply
 from loopformer.trajectory import Trajectory, resolve
 
 INITIAL_STATE_STD = math.sqrt(2 / 5)  # of a random initial state, as in Geiping et al. (2025)
@@ -57,6 +57,7 @@ class Output:
     hidden: Tensor  # [B, T, D], after the final norm
     logits: Tensor | None = None  # [B, T, V]; None with `logits=False`
     states: tuple[Tensor, ...] = ()  # each [B, T, D]; a row that has finished keeps its last state
+    exits: Tensor | None = None  # [E, T, D], after the final norm: rows in the order of `exits`
 
 
 class LoopedLM(nn.Module):
@@ -71,6 +72,7 @@ class LoopedLM(nn.Module):
         self.conditioner = Conditioner(config) if config.conditioning != "none" else None
         self.stack = Stack(config)
         self.adapter = Linear(2 * config.width, config.width) if config.inject == "adapter" else None
+        self.packed_dtype: torch.dtype | None = None  # of the weights that inference on a CPU uses; see `pack`
         self.packed_head: PackedWeight | None = None
         self.final_norm = RMSNorm(config.width, learned=True)
         self.initialise()
@@ -107,6 +109,7 @@ class LoopedLM(nn.Module):
         beyond: bool = False,
         check: bool = True,
         stack: Callable[..., Tensor] | None = None,
+        exits: Mapping[int, Sequence[int]] | None = None,
     ) -> Output:
         """Run ids [B, T] along one trajectory for all rows, or along a list of one per row.
 
@@ -116,18 +119,24 @@ class LoopedLM(nn.Module):
         beyond     True allows more loops than the model was trained for
         check      False skips the range check of the ids, which would wait for the GPU
         stack      replaces `self.stack`, for fused or checkpointed loops in training
+        exits      for some loops, in ascending order, the rows whose state after that loop is returned as well
         """
         self.check(ids, documents, check)
         plan = self.plan_loops(self.trajectories(trajectory, len(ids), beyond), len(ids))
         x, rotary, mask, start = self.embed(ids, documents)
-        run_stack, kept = stack or self.stack, list[Tensor]()
+        run_stack, kept, early = stack or self.stack, list[Tensor](), list[Tensor]()
+        position = {row: number for number, row in enumerate(plan.order or range(len(ids)))}
 
         def step(number: int, *inputs: Any) -> Tensor:
-            return run_stack(*inputs)
+            state = run_stack(*inputs)
+            if exits and (rows := exits.get(number + 1)):
+                early.append(state[to_device_async([position[row] for row in rows], state.device)])
+            return state
 
         x = self.run_loops(step, x, start, plan, rotary, mask, kept if states else None)
         hidden: Tensor = self.final_norm(x)
-        return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
+        exited = self.final_norm(torch.cat(early)) if early else None
+        return Output(hidden, self.head(hidden) if logits else None, tuple(kept), exited)
 
     @_never_compile
     def embed(
@@ -345,15 +354,18 @@ class LoopedLM(nn.Module):
     @property
     def dtype_name(self) -> str:
         """The dtype of its weights, such as bfloat16, or int8 if they are packed so."""
-        is_int8 = self.packed_head is not None and self.packed_head.dtype == torch.int8
-        return "int8" if is_int8 else str(self.tokens.weight.dtype).removeprefix("torch.")
+        dtype = torch.int8 if self.packed_dtype == torch.int8 else self.tokens.weight.dtype
+        return str(dtype).removeprefix("torch.")
 
     def pack(self, dtype: torch.dtype | None) -> None:
         """Let inference on a CPU use weights in torch.int8 or torch.bfloat16 (packed.py); None ends that."""
+        self.packed_dtype = dtype
         for layer in self.modules():
             if isinstance(layer, Linear):
                 layer.packed = None if dtype is None else PackedWeight(dtype)
-        self.packed_head = None if dtype is None else PackedWeight(dtype)
+        # The head is most of the error of int8, and is read once per token. In bf16 it takes no longer.
+        head_dtype = torch.bfloat16 if can_pack_bfloat16() else dtype
+        self.packed_head = None if dtype is None or head_dtype is None else PackedWeight(head_dtype)
 
     @property
     def cost(self) -> Cost:

@@ -44,7 +44,8 @@ class PackedWeight:
             out = torch._weight_int8pack_mm(rows, self._values, self._scales)
         else:  # as exact: bf16 has all integers of int8
             out = F.linear(rows, self._values.bfloat16()) * self._scales.float()
-        return out.to(x.dtype).view(*x.shape[:-1], -1)
+        product: Tensor = out.to(x.dtype).view(*x.shape[:-1], -1)
+        return product
 
     def _pack(self, weight: Tensor) -> None:
         if self.dtype == torch.bfloat16:

@@ -1,6 +1,6 @@
 """The loss of one micro-batch: a weighted sum over the objective's trajectories.
 
-    total = Σ weight · CE(trajectory) + match · distance(trajectory, the full one)
+    total = Σ weight · CE(trajectory) + match · distance(trajectory, the full one) + exits · CE(an earlier loop)
 
 The distance pulls a trajectory towards the full one, which gets no gradient from it. `hidden` is the squared
 difference after the final norm (as in the published code), `logits` that of the logits (as in the paper), and
@@ -30,6 +30,7 @@ from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.data.loader import IGNORE_INDEX
 from loopformer.device import to_device_async
 from loopformer.model import LoopedLM
+from loopformer.model.looped import Output
 from loopformer.scoring import token_logprobs
 from loopformer.training.fused.ops import Precision, add_matmul
 from loopformer.training.fused.passes import FusedStack
@@ -60,7 +61,9 @@ class Losses:
     """Losses summed over tokens; `total` carries the gradient."""
 
     total: Tensor
-    terms: Tensor  # [2, E], detached: cross-entropy and distance of each trajectory, not weighted
+    terms: (
+        Tensor  # [3, E], detached: each entry's cross-entropy, distance, and cross-entropy of exits, not weighted
+    )
 
 
 class Objective(nn.Module):
@@ -87,12 +90,14 @@ class Objective(nn.Module):
         documents: Tensor | None,
         trajectories: Sequence[Mapping[int, Trajectory]],
         divisors: Sequence[float],
+        exits: Sequence[Mapping[int, int]] = (),
         loops: int = 0,
     ) -> Losses:
         """The losses for inputs and targets [B, T].
 
         trajectories   for each entry of the objective, the trajectory of each row that trains on it
         divisors       for each entry, its number of targets in the whole step, over all ranks and micro-batches
+        exits          for each entry, the loop after which a row is read as well
         loops          run at least so many loops, because another rank does
 
         Losses are sums over tokens, so dividing by counts of the whole step makes micro-batches and ranks add up to
@@ -105,8 +110,20 @@ class Objective(nn.Module):
         if lacks_loops:
             packed.append((0, Trajectory.uniform(loops)))
         rows, followed = map(list, zip(*packed, strict=True))
+        starts = accumulate(map(len, trajectories), initial=0)
+        # For each entry, where each of its rows lies among the packed ones.
+        packed_at = [
+            {row: start + number for number, row in enumerate(entry)}
+            for entry, start in zip(trajectories, starts, strict=False)
+        ]
+        # (loop, entry, row), in the order in which the model returns their states.
+        exiting = sorted((loop, index, row) for index, entry in enumerate(exits) for row, loop in entry.items())
+        exits_by_loop: dict[int, list[int]] = {}
+        for loop, index, row in exiting:
+            exits_by_loop.setdefault(loop, []).append(packed_at[index][row])
         part_documents = None if documents is None else _select(documents, rows)
-        hidden = self._hidden(_select(inputs, rows), part_documents, followed)  # [P, T, D]
+        out = self._run(_select(inputs, rows), part_documents, followed, exits_by_loop)
+        hidden: Tensor = out.hidden  # [P, T, D]
 
         # Rows that train on the same entries go through the head together. Keys are the indices of these entries.
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -114,23 +131,26 @@ class Objective(nn.Module):
             indices = tuple(index for index, entry in enumerate(trajectories) if row in entry)
             groups.setdefault(indices, []).append(row)
         groups.pop((), None)
-        starts = accumulate(map(len, trajectories), initial=0)
-        # For each entry, where each of its rows lies among the packed ones.
-        packed_at = [
-            {row: start + number for number, row in enumerate(entry)}
-            for entry, start in zip(trajectories, starts, strict=False)
-        ]
-
         total = torch.zeros((), dtype=torch.float32, device=inputs.device)
         if lacks_loops:
             total = total + 0.0 * hidden[-1].sum()  # so that backward runs these loops, too
-        terms = torch.zeros(2, len(trajectories), dtype=torch.float32, device=inputs.device)
+        terms = torch.zeros(3, len(trajectories), dtype=torch.float32, device=inputs.device)
         for indices, group in groups.items():
             states = [_select(hidden, [packed_at[index][row] for row in group]) for index in indices]
             losses = self._losses(states, _select(targets, group), indices, divisors)
             total = total + losses.total
             for number, index in enumerate(indices):
-                terms[:, index] += losses.terms[:, number]
+                terms[:2, index] += losses.terms[:, number]
+        for index, entry in enumerate(exits):
+            if entry and out.exits is not None:
+                numbers = [number for number, (_, other, _) in enumerate(exiting) if other == index]
+                exit_states = _select(out.exits, numbers).flatten(0, 1)  # [b · T, D]
+                exit_targets = _select(targets, [exiting[number][2] for number in numbers]).flatten()
+                weight = LossWeights(self.config.trajectories[index].exits / divisors[index])
+                head, chunk = self.model.tokens.weight, self.config.chunk
+                losses = head_losses(head, [exit_states], exit_targets, [weight], None, chunk)
+                total = total + losses.total
+                terms[2, index] += losses.terms[0, 0]
         return Losses(total, terms)
 
     def _losses(
@@ -160,7 +180,7 @@ class Objective(nn.Module):
 
     def logprobs(self, inputs: Tensor, targets: Tensor, documents: Tensor | None, trajectory: Trajectory) -> Tensor:
         """log p [N] of the targets that count, as in `loopformer eval`: padding rows of the head are left out."""
-        hidden = self._hidden(inputs, documents, trajectory)  # [B, T, D]
+        hidden = self._run(inputs, documents, trajectory).hidden  # [B, T, D]
         counted = targets != IGNORE_INDEX
         return token_logprobs(self.model, hidden[counted], targets[counted])[0]
 
@@ -170,12 +190,17 @@ class Objective(nn.Module):
             return FusedStack(self.model.stack, self.fused, self.checkpoint_loops)
         return partial(checkpoint, self.model.stack, use_reentrant=False) if self.checkpoint_loops else None
 
-    def _hidden(
-        self, inputs: Tensor, documents: Tensor | None, trajectory: Trajectory | list[Trajectory]
-    ) -> Tensor:
-        out = self.model(inputs, trajectory, documents=documents, logits=False, check=False, stack=self._stack())
-        hidden: Tensor = out.hidden
-        return hidden
+    def _run(
+        self,
+        inputs: Tensor,
+        documents: Tensor | None,
+        trajectory: Trajectory | list[Trajectory],
+        exits: Mapping[int, Sequence[int]] | None = None,
+    ) -> Output:
+        out: Output = self.model(
+            inputs, trajectory, documents=documents, logits=False, check=False, stack=self._stack(), exits=exits
+        )
+        return out
 
 
 def _select(x: Tensor, rows: list[int]) -> Tensor:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,11 +31,13 @@ from loopformer.model.cost import Cost
 from loopformer.training.fused.passes import FP8_LOOPS_PER_GRADIENT
 from loopformer.trajectory import Trajectory
 
+T = TypeVar("T")
 GPU_PEAK_SHARE = 0.4  # the share of peak FLOP/s that training commonly reaches
 CPU_PEAK_SHARE = 0.5  # the same, relative to the speed of large matmuls
 
 
 RowTrajectories = dict[int, Trajectory]  # the trajectory of each row that trains on an entry, in ascending order
+RowExits = dict[int, int]  # for rows that also train on an early exit, the loop after which they are read
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,14 @@ class MicroBatch:
 
     rows: list[int]  # in the global batch, in ascending order
     trajectories: list[RowTrajectories]  # for each entry of the objective; rows are numbered within `rows`
+    exits: list[RowExits]  # likewise
     loops: int  # the loops of its longest trajectory, or of another rank's at the same time if that is longer
 
     def training_flops(self, cost: Cost) -> float:
         """The FLOPs of its forward and backward, divided by the tokens of a row."""
         budgets = [trajectory.budget for entry in self.trajectories for trajectory in entry.values()]
-        return cost.training_flops(budgets=budgets)
+        heads = [0 for entry in self.exits for _ in entry]  # an exit takes no loop, but the head
+        return cost.training_flops(budgets=[*budgets, *heads])
 
 
 def plan_step(run: RunConfig, step: int, micro_batch: int, rank: int = 0, world: int = 1) -> list[MicroBatch]:
@@ -59,6 +63,7 @@ def plan_step(run: RunConfig, step: int, micro_batch: int, rank: int = 0, world:
     """
     check_ranks(run, world)
     drawn, batch = draw_trajectories(run, step), run.training.batch
+    exits = draw_exits(run, step, drawn)
     row_loops = [sum(entry[row].budget for entry in drawn if row in entry) for row in range(batch)]
     order = sorted(range(batch), key=lambda row: -row_loops[row])
     count = math.ceil(batch / (world * micro_batch))
@@ -67,9 +72,13 @@ def plan_step(run: RunConfig, step: int, micro_batch: int, rank: int = 0, world:
         dealt = [sorted(order[number * world + other :: count * world]) for other in range(world)]
         loops = max(entry[row].budget for rows in dealt for entry in drawn for row in rows if row in entry)
         rows = dealt[rank]
-        trajectories = [{n: entry[row] for n, row in enumerate(rows) if row in entry} for entry in drawn]
-        parts.append(MicroBatch(rows, trajectories, loops))
+        parts.append(MicroBatch(rows, _renumber(drawn, rows), _renumber(exits, rows), loops))
     return parts
+
+
+def _renumber(entries: list[dict[int, T]], rows: list[int]) -> list[dict[int, T]]:
+    """What each entry has for these rows of the batch, by their position in `rows`."""
+    return [{number: entry[row] for number, row in enumerate(rows) if row in entry} for entry in entries]
 
 
 def check_ranks(run: RunConfig, world: int) -> None:
@@ -219,6 +228,25 @@ def _draw_by_row(
             yield index, row, draw_schedule(entry, loops, budget, random.Random(f"{name}/{row}"))
 
 
+def draw_exits(run: RunConfig, step: int, drawn: list[RowTrajectories]) -> list[RowExits]:
+    """For each entry of the objective with exits, the loop after which each of its rows exits.
+
+    With `draws: part` one loop is drawn for each group and entry. With `draws: row` loops are dealt out evenly.
+    """
+    objective, exits = run.objective, list[RowExits]()
+    size = run.training.batch // objective.trajectory_groups
+    for index, (entry, trajectories) in enumerate(zip(objective.trajectories, drawn, strict=True)):
+        loops: RowExits = {}
+        for number, (row, trajectory) in enumerate(trajectories.items() if entry.exits else ()):
+            # A generator of its own: the draws of trajectories must not depend on exits.
+            name = f"{run.training.seed}/{step}/{row // size}/{index}/exit"
+            choices = trajectory.budget - 1
+            dealt = number % choices if objective.draws == "row" else random.Random(name).randrange(choices)
+            loops[row] = 1 + dealt
+        exits.append(loops)
+    return exits
+
+
 def draw_schedule(entry: TrainedTrajectory, loops: int, budget: int, rng: random.Random) -> Trajectory:
     """A trajectory of this budget, with steps as the entry draws them."""
     if entry.budget == "full":
@@ -272,7 +300,8 @@ def training_flops_per_token(run: RunConfig) -> float:
     for entry, rows in zip(run.objective.trajectories, assign_rows(size, run.objective), strict=True):
         budget = sum(entry.budgets(run.model.loops)) / 2
         start, stop = entry.active_range
-        flops += (stop - start) * len(rows) / size * cost.training_flops(budgets=[budget])
+        budgets = [budget, 0] if entry.exits else [budget]
+        flops += (stop - start) * len(rows) / size * cost.training_flops(budgets=budgets)
     return flops
 
 

@@ -261,12 +261,10 @@ class Trainer:
                 return
 
     def _step(self, batch: StepBatch, divisors: list[float]) -> tuple[Tensor, Tensor, float]:
-        """Compute and clip gradients; return loss terms [2, E], the norm before clipping, and all ranks' FLOPs.
-
-        E counts the objective's entries. terms[0] sums their cross-entropies, terms[1] their consistency losses.
-        """
+        """Compute and clip gradients; return loss terms [3, E] (`Losses`), the norm before clipping, and all ranks'
+        FLOPs. E counts the objective's entries."""
         run, device, cost = self.run, self.ranks.device, self.model.cost
-        terms = torch.zeros(2, len(divisors), dtype=torch.float32, device=device)
+        terms = torch.zeros(3, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
         for number, (micro_batch, rows) in enumerate(batch):
             moved = rows.to(device)
@@ -275,7 +273,8 @@ class Trainer:
             loops = micro_batch.loops if self.parallel.is_sharded else 0
             with self.parallel.micro_batch(last=number == len(batch) - 1):
                 with autocast(device, run):
-                    losses = self.parallel.module(*tensors, micro_batch.trajectories, divisors, loops)
+                    planned = micro_batch.trajectories, divisors, micro_batch.exits, loops
+                    losses = self.parallel.module(*tensors, *planned)
                 # The divisors count the targets of all ranks, so gradients must be summed over ranks. DDP and FSDP
                 # average them instead, hence the factor.
                 (losses.total * self.ranks.world).backward()
@@ -301,13 +300,15 @@ class Trainer:
 
     def _mean_losses(self, terms: Tensor, divisors: list[float]) -> dict[str, float]:
         """The cross-entropy per token of each entry, and the sum of their distances to the full trajectory."""
-        cross_entropies, distances = self.ranks.sum(terms).tolist()
+        cross_entropies, distances, exit_losses = self.ranks.sum(terms).tolist()
         values, consistency = dict[str, float](), 0.0
         for number, entry in enumerate(self.run.objective.trajectories):
             if loss := cross_entropies[number]:  # zero: this step does not use the entry
                 name = f"loss_{entry}"
                 name = f"{name}_{number + 1}" if name in values else name  # entries may share a budget
                 values[name] = loss / divisors[number]
+                if exit_loss := exit_losses[number]:
+                    values[f"exit_{name}"] = exit_loss / divisors[number]
             consistency += distances[number] / divisors[number]
         return {**values, "consistency": consistency}
 
