@@ -1,7 +1,9 @@
 """`loopformer bench` measures what it says, on a machine without a GPU."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,22 +13,39 @@ from loopformer import LoopedLM, LoopformerError
 from loopformer.benchmark.machine import describe, source_commit
 from loopformer.benchmark.train import train
 from loopformer.cli import app
-from loopformer.config import ModelConfig
+from loopformer.config import ModelConfig, load_run
+from loopformer.config.run import paper_run
 from loopformer.loading import save_model
+from loopformer.model.cost import Cost
 
 CPU = torch.device("cpu")
 
 
-def test_training_is_measured_by_every_way(tiny: ModelConfig) -> None:
-    report = train(tiny, [2], CPU, "float32", steps=1)
+@pytest.mark.parametrize("loops", [1, 4])
+@pytest.mark.parametrize("conditioning", ["trajectory", "none"])
+def test_training_is_measured_by_every_way(tiny: ModelConfig, loops: int, conditioning: Any) -> None:
+    run = paper_run(replace(tiny, loops=loops, conditioning=conditioning))
+    report = train(run, [2], CPU, "float32", steps=2)
     ways = [(row["path"], row["routes"]) for row in report["rows"]]
-    assert ways[:4] == [
-        ("naive", "full and short"),
-        ("naive", "full"),
-        ("plain", "full and short"),
-        ("plain", "full"),
-    ]
+    routes = ["objective", "full"] if loops > 1 else ["full"]
+    assert ways[: 2 * len(routes)] == [(path, each) for path in ("naive", "plain") for each in routes]
     assert all(row["tokens_per_second"] > 0 and row["tflops"] > 0 for row in report["rows"])
+
+
+def test_the_objective_of_a_preset_is_measured(tiny: ModelConfig) -> None:
+    run = replace(load_run("elastic")[0], model=replace(tiny, loops=8))
+    (mixed, full) = train(run, [16], CPU, "float32", ["plain"], steps=2)["rows"]
+    assert (mixed["routes"], full["routes"]) == ("objective", "full")
+    cost, tokens = Cost(run.model), [row["tokens_per_second"] for row in (mixed, full)]
+    per_token = [1e12 * row["tflops"] / rate for row, rate in zip((mixed, full), tokens, strict=True)]
+    assert per_token[1] == pytest.approx(cost.training_flops())
+    # Of 16 rows 8 take 8 loops, 2 take 4 to 7, 2 take 2 or 3, and 4 take one.
+    low, high = (
+        cost.training_flops(budgets=[8] * 8 + [a] * 2 + [b] * 2 + [1] * 4) / 16 for a, b in ((4, 2), (7, 3))
+    )
+    assert low <= per_token[0] <= high
+    with pytest.raises(LoopformerError, match=r"rows 0.0625 of 8 rows is less than one row"):
+        train(run, [8], CPU, "float32", ["plain"], steps=1)
 
 
 def test_the_machine_and_the_commit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +117,8 @@ def test_mistakes_are_one_clear_sentence(tiny: ModelConfig, tmp_path: Path, opti
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_recomputing_loops_takes_less_memory(tiny: ModelConfig) -> None:
-    report = train(tiny, [8], torch.device("cuda"), paths=["naive", "fused", "fused recomputed"], steps=1)
+    report = train(
+        paper_run(tiny), [8], torch.device("cuda"), paths=["naive", "fused", "fused recomputed"], steps=1
+    )
     peaks = {row["path"]: row["peak_gib"] for row in report["rows"] if row["routes"] == "full and short"}
     assert peaks["fused recomputed"] < peaks["fused"] < peaks["naive"]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -135,8 +136,11 @@ def engine(
 def train(
     model: AnyModel = BOX,
     micro_batches: Annotated[
-        str, typer.Option("--micro-batches", "--micro-batch", help="Sequences per micro-batch, such as 4,12.")
-    ] = "12",
+        str | None,
+        typer.Option(
+            "--micro-batches", "--micro-batch", help="Sequences per micro-batch, such as 4,12. Default: a group's."
+        ),
+    ] = None,
     paths: Annotated[
         str | None,
         typer.Option(
@@ -151,22 +155,28 @@ def train(
 ) -> None:
     """Tokens per second, MFU and peak memory of loopformer's training paths and of Transformers' GPT-2.
 
-    Only the model's settings are used; its weights are random. Example: loopformer bench train --micro-batches 4,12
+    The objective is the preset's, or the paper's for a model on disk. Weights are random.
+
+    Example: loopformer bench train --model elastic --micro-batches 64,128
     """
     from loopformer.benchmark.train import train as measure
     from loopformer.cli.info import config_of
-    from loopformer.config import parse_counts
+    from loopformer.config import load_run, parse_counts, preset_names
+    from loopformer.config.run import paper_run
     from loopformer.device import choose_device
 
     chosen = choose_device(device)
     precision = dtype or ("bfloat16" if chosen.type == "cuda" else "float32")
     require(precision in ("bfloat16", "float32"), f"Training runs in bfloat16 or float32, not {precision!r}.")
     require(steps >= 1, f"--steps must be 1 or more, got {steps}.")
-    sizes = parse_counts(micro_batches, "--micro-batches")
+    config = config_of(model)
+    run = replace(load_run(model)[0], model=config) if model in preset_names() else paper_run(config)
+    group = run.training.batch // run.objective.trajectory_groups
+    sizes = [group] if micro_batches is None else parse_counts(micro_batches, "--micro-batches")
     names = None if paths is None else _names(paths)
     with output_file(out):
         print_row = partial(_print_row, as_json)
-        _finish(measure(config_of(model), sizes, chosen, precision, names, steps, print_row), model, out, as_json)
+        _finish(measure(run, sizes, chosen, precision, names, steps, print_row), model, out, as_json)
 
 
 def _refuse_removed(context: typer.Context) -> None:

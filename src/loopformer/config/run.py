@@ -235,6 +235,16 @@ class RunConfig:
             )
 
 
+def paper_run(model: ModelConfig) -> RunConfig:
+    """A run of the paper's objective, as far as this model can follow it."""
+    if model.loops == 1:
+        return RunConfig(model, objective=ObjectiveConfig((TrainedTrajectory("full"),)))
+    sampler: Sampler = "uniform" if model.conditioning in ("none", "index") else "compositions"
+    return RunConfig(
+        model, objective=ObjectiveConfig((TrainedTrajectory("full"), TrainedTrajectory("short", sampler, 0.1, 0.1)))
+    )
+
+
 def validation_budgets(loops: int) -> list[int]:
     """The budgets that validation measures: 1, L/4, L/2 and L."""
     return sorted({1, max(1, loops // 4), max(1, loops // 2), loops})

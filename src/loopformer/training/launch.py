@@ -52,6 +52,7 @@ FIXED_ON_RESUME = (
     "data.states",
     "objective.trajectories",
     "objective.consistency",
+    "objective.draws",
     "objective.trajectory_groups",
     "training.batch",
     "training.optimizer",
