@@ -87,6 +87,11 @@ def specialist(budget: int, **more: Any) -> Settings:
     return {**OURS, **objective(f"{{budget: {budget}}}", **more)}
 
 
+def with_exits(entries: str, weight: float) -> str:
+    """A list of entries in which those of the full trajectory have exits of this weight."""
+    return entries.replace("{budget: full, ", f"{{budget: full, exits: {weight}, ")
+
+
 FULL = "{budget: full}"
 ELASTIC: Settings = {  # the preset's objective: the full trajectory alone at first, then shares of the rows
     **OURS,
@@ -177,6 +182,21 @@ SUITES: dict[str, dict[str, Settings]] = {
         **{f"plain-{m}-muon-0.04": plain(m, **FASTER) for m in PLAIN_STEPS},
         "recurrent-depth": RECURRENT_DEPTH,
         "recurrent-depth-muon-0.04": {**RECURRENT_DEPTH, **FASTER},
+    },
+    "rows": {  # a draw for each row instead of one for each part of the batch, and exits
+        name: {**ELASTIC, "model.start": "normed", "model.time_scale": 10, **settings}
+        for name, settings in {
+            "elastic-part": {},
+            "elastic-row": {"objective.draws": "row"},
+            "elastic-row-exits": {
+                "objective.draws": "row",
+                "objective.trajectories": with_exits(ELASTIC["objective.trajectories"], 0.1),
+            },
+        }.items()
+    },
+    "equal": {  # specialists with the training FLOPs of `elastic` each: a loop costs as much as a block
+        f"specialist-{m}": {**specialist(m, training__steps=steps), "model.start": "normed"}
+        for m, steps in PLAIN_STEPS.items()
     },
     "large": {  # 106 M parameters
         "elastic": {**ELASTIC, **LARGE, "training.steps": 1800},
