@@ -26,8 +26,8 @@ from loopformer.inference.fused.batch_pool import (
     MAX_IDLE_BATCHES,
     BatchPool,
     unsupported_reason,
-    weights_by_rows,
 )
+from loopformer.inference.fused.weights import weights_by_rows
 from loopformer.inference.kv_cache import fingerprint
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.runner import PlainRunner

@@ -82,7 +82,7 @@ def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]
             taken = [next(pages) for _ in range(3 * trajectory.budget)]
             batch.fill(slot, taken, cache.read(0), len(text), model.condition(trajectory))
             text.append(int(model.head(hidden[0, -1])[:30].argmax()))
-        batch.start_tokens({slot: (text[-1], len(text) - 1) for slot, text in enumerate(texts)})
+        batch.set_tokens_from_host({slot: (text[-1], len(text) - 1) for slot, text in enumerate(texts)})
         loops = [0, 0, 0]
         for _ in range(6):
             batch.run([2, 0, 1])
@@ -94,7 +94,7 @@ def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]
                 expected = model(torch.tensor([texts[slot]], device=DEVICE), along[slot]).logits[0, -1, :30]
                 torch.testing.assert_close(logits[number], expected, atol=1e-4, rtol=1e-4)
             tokens = logits.argmax(-1)
-            batch.begin_tokens(slots, tokens)
+            batch.set_tokens_from_device(slots, tokens)
             for slot, token in zip(slots, tokens.tolist(), strict=True):
                 texts[slot].append(token)
                 loops[slot] = 0

@@ -346,7 +346,7 @@ class FusedRunner(PromptRunner):
             chosen = sample_async(
                 logits, [_draw(active[number], before[number].new_tokens, given) for number in ended]
             )
-            self._batch.begin_tokens(ended_slots, chosen[:, 0])
+            self._batch.set_tokens_from_device(ended_slots, chosen[:, 0])
             copy = HostCopy(chosen)
         elif is_alone and requests[0].sampling.greedy and not requests[0].alternatives:
             position = len(requests[0].prompt) + before[0].new_tokens - 1
@@ -387,7 +387,7 @@ class FusedRunner(PromptRunner):
         awaited = {row.budget for row in active} - beginning
         joining = [sequence for sequence in new if sequence.trajectory.budget not in awaited]
         if joining:
-            self._batch.start_tokens(
+            self._batch.set_tokens_from_host(
                 {rows[sequence.ticket].slot: (sequence.ids[-1], sequence.cached_length) for sequence in joining}
             )
         for sequence in joining:
