@@ -431,7 +431,7 @@ def test_a_limit_on_the_memory_of_a_request_ends_its_text(lm: LM, monkeypatch: p
 
     whole, _ = run()
     assert len(whole.ids) == 20
-    monkeypatch.setattr(sequence_module, "kv_capacity", lambda prompt, new, context: min(10, prompt + new, context))
+    monkeypatch.setattr(sequence_module, "positions_to_reserve", lambda request, context: 10)
     limited, capacity = run()
     assert limited.ids == whole.ids[:8]  # the prompt, seven tokens that are run, and the last one
     assert limited.reason == "context"

@@ -123,13 +123,13 @@ class Choice(NamedTuple):
     alternatives: Alternatives = ()
 
 
-def kv_capacity(prompt_tokens: int, max_tokens: int, context: int) -> int:
-    """The positions of the KV cache that a request reserves, at least those of its prompt.
+def positions_to_reserve(request: Request, context: int) -> int:
+    """How many positions of the KV cache a request reserves: those of its prompt at least.
 
-    A limit on the memory of a request belongs here. Its text ends where the positions do. Runners and the server's
-    admission take the number from here alone.
+    A limit on the memory of each request belongs here. A smaller reservation ends the text earlier. Runners and the
+    server's admission take the number from here alone.
     """
-    return min(context, prompt_tokens + max_tokens)
+    return min(context, len(request.prompt) + request.max_tokens)
 
 
 @dataclass(frozen=True)

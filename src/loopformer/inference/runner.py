@@ -7,7 +7,7 @@ choices = runner.finish_prefill(sequences)         # the first token of each, wh
 choices = runner.decode(sequences)                 # one more token each
 runner.free_except(running, waiting)               # the slots and blocks of all other sequences are free again
 
-The scheduler chooses the sequences. A failed step writes only past `cached_length` of a sequence, so the KV cache
+The scheduler chooses the sequences. A failed step writes only past `num_computed_tokens` of a sequence, so the KV cache
 stays valid for all of them.
 """
 
@@ -306,7 +306,7 @@ class PlainRunner(PromptRunner):
     @torch.no_grad()
     def decode(self, sequences: list[Sequence]) -> list[list[Choice]]:
         by_ticket = {sequence.ticket: sequence for sequence in sequences}
-        tickets = self.slots.arrange_rows({sequence.ticket: sequence.cached_length for sequence in sequences})
+        tickets = self.slots.arrange_rows({sequence.ticket: sequence.num_computed_tokens for sequence in sequences})
         rows = [by_ticket[ticket] for ticket in tickets]
         ids = torch.tensor([row.ids[-1:] for row in rows], device=self.model.device)  # [B, 1]
         hidden = self.model.extend(ids, self.slots, check=False)[:, 0]  # [B, D]
@@ -315,7 +315,7 @@ class PlainRunner(PromptRunner):
 
     def free_except(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         tickets = {sequence.ticket for sequence in waiting}
-        self.slots.free_except({sequence.ticket: sequence.cached_length for sequence in running})
+        self.slots.free_except({sequence.ticket: sequence.num_computed_tokens for sequence in running})
         self.blocks.free_except({SLOTS})  # blocks that an interrupted `_cache_prompt` left
         self._drop_partial_except(tickets)
         self._finished = tuple(
@@ -324,7 +324,7 @@ class PlainRunner(PromptRunner):
 
     def _admit(self, sequence: Sequence, kv: SequenceKV) -> None:
         table = self._table(sequence.trajectory)
-        loops, tokens = self.slots.size_for(sequence.trajectory.budget, sequence.kv_capacity)
+        loops, tokens = self.slots.size_for(sequence.trajectory.budget, sequence.reserved_positions)
         # The pages first: cached blocks are evicted for them before the slots take the memory. Rounded up, slots of
         # full size may come to one page more than there are.
         pages = -(-self.slots.bytes_for(loops, tokens) // self._page_bytes)

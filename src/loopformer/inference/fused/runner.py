@@ -156,7 +156,7 @@ class FusedRunner(PromptRunner):
 
     def check(self, sequence: Sequence) -> None:
         # This may run in any thread, so it must not touch the counts of the block manager.
-        budget, tokens = sequence.trajectory.budget, sequence.kv_capacity
+        budget, tokens = sequence.trajectory.budget, sequence.reserved_positions
         if budget * -(-tokens // self.blocks.page_tokens) > self.blocks.pages:
             raise LoopformerError(
                 f"The request may come to {tokens} tokens in {budget} loops, more than the engine has memory for; "
@@ -171,7 +171,7 @@ class FusedRunner(PromptRunner):
         if self.blocks.held_blocks(sequence.ticket):  # since its first chunk
             return 0
         prefix = self._match_prefix(sequence)
-        return self.blocks.pages_needed(sequence.trajectory.budget, sequence.kv_capacity, prefix)
+        return self.blocks.pages_needed(sequence.trajectory.budget, sequence.reserved_positions, prefix)
 
     def free_except(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         running_tickets = {sequence.ticket for sequence in running}
@@ -256,7 +256,7 @@ class FusedRunner(PromptRunner):
 
     def _allocate(self, sequence: Sequence) -> None:
         """Give a sequence the blocks for all tokens that it may come to, unless it has them."""
-        count = -(-sequence.kv_capacity // self.blocks.page_tokens)
+        count = -(-sequence.reserved_positions // self.blocks.page_tokens)
         prefix = self._match_prefix(sequence)
         self.blocks.allocate(sequence.ticket, sequence.trajectory.budget, count, prefix)
 
@@ -319,7 +319,7 @@ class FusedRunner(PromptRunner):
         for sequence in sequences:
             cache, _ = prefill(self.model, [[*sequence.history[:-1]]], [sequence.trajectory])
             others = device.without({sequence.ticket})
-            device = self._assign_slot(others, sequence, cache.read(0), sequence.length - 1, len(sequence.ids))
+            device = self._assign_slot(others, sequence, cache.read(0), sequence.num_tokens - 1, len(sequence.ids))
         return device
 
     def _launch(
@@ -388,7 +388,10 @@ class FusedRunner(PromptRunner):
         joining = [sequence for sequence in new if sequence.trajectory.budget not in awaited]
         if joining:
             self._batch.set_tokens_from_host(
-                {rows[sequence.ticket].slot: (sequence.ids[-1], sequence.cached_length) for sequence in joining}
+                {
+                    rows[sequence.ticket].slot: (sequence.ids[-1], sequence.num_computed_tokens)
+                    for sequence in joining
+                }
             )
         for sequence in joining:
             rows[sequence.ticket] = rows[sequence.ticket]._replace(has_started=True)
