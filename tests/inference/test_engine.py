@@ -335,7 +335,7 @@ def test_a_long_prompt_is_run_in_pieces_between_the_tokens_of_others(
 ) -> None:
     long, short = lm.requests(["every pass is told its time and its step, every pass", "its"], max_tokens=6)
     expected = [alone(lm, request) for request in (long, short)]
-    monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
+    monkeypatch.setattr(PlainRunner, "chunk_tokens", 4)
     engine = lm.engine()
     first = engine.submit(short)
     engine.step()
@@ -351,7 +351,7 @@ def test_a_long_prompt_is_run_in_pieces_between_the_tokens_of_others(
 def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     (long,) = lm.requests(["every pass is told its time and its step, every pass"], max_tokens=3)
     expected = alone(lm, long)
-    monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
+    monkeypatch.setattr(PlainRunner, "chunk_tokens", 4)
     monkeypatch.setattr(scheduler_module, "IDLE_PREFILL_TOKENS", 4)
     engine = lm.engine(rows=1)
     gone, kept = engine.submit(long), engine.submit(long)
@@ -369,7 +369,7 @@ def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypa
 
 
 def test_a_piece_that_works_forgives(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
+    monkeypatch.setattr(PlainRunner, "chunk_tokens", 4)
     monkeypatch.setattr(scheduler_module, "IDLE_PREFILL_TOKENS", 4)
     text = "every pass is told its time and its step, every pass"
     (long,) = lm.requests([text], max_tokens=2)
@@ -388,7 +388,7 @@ def test_a_piece_that_works_forgives(lm: LM, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_cancelled_prompt_leaves_no_keys_behind(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
+    monkeypatch.setattr(PlainRunner, "chunk_tokens", 4)
     monkeypatch.setattr(scheduler_module, "IDLE_PREFILL_TOKENS", 4)
     engine = lm.engine()
     ticket = engine.submit(lm.requests(["every pass is told its time and its step, every pass"])[0])

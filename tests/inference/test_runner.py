@@ -101,7 +101,7 @@ def poisoned(model: LoopedLM, token: int = POISON) -> Iterator[None]:
     st.sampled_from([3, 512]),
 )
 def test_rows_that_are_not_a_number_are_never_kept_or_shared(
-    model: LoopedLM, drawn: list[tuple[Trajectory, int, int | None, int]], prefill_chunk: int
+    model: LoopedLM, drawn: list[tuple[Trajectory, int, int | None, int]], chunk_tokens: int
 ) -> None:
     """Wherever in a prompt it is, whoever is run together with it, at once or in pieces."""
     requests, bad = [], set()
@@ -113,7 +113,7 @@ def test_rows_that_are_not_a_number_are_never_kept_or_shared(
         requests.append(Request(tuple(prompt), trajectory, max_tokens=4))
     expected = [alone(model, request) for request in requests]
     engine = engine_of(model)
-    engine.runner.prefill_chunk = prefill_chunk
+    engine.runner.chunk_tokens = chunk_tokens
     for request in requests:
         engine.submit(request)
     with poisoned(model):
@@ -282,7 +282,7 @@ def test_a_prompt_is_run_anew_if_weights_change_between_its_pieces(model: Looped
     """Keys of the old weights must reach neither its own text nor prompts that come later."""
     changed = copy.deepcopy(model)
     engine = engine_of(changed)
-    engine.runner.prefill_chunk = 8
+    engine.runner.chunk_tokens = 8
     other = Request((1, 2), SCHEDULES[0], max_tokens=20)  # beside it, a step runs no more than a piece
     request = Request(tuple(range(20)), SCHEDULES[2], max_tokens=8)
     engine.submit(other)

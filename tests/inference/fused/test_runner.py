@@ -183,7 +183,7 @@ def test_a_request_cancelled_while_its_prompt_is_under_way_takes_nothing_with_it
 def test_a_request_that_can_never_come_in_ends_with_the_reason(
     model: LoopedLM, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    monkeypatch.setattr(FusedRunner, "prefill_chunk", 8)  # the longer one is run in pieces
+    monkeypatch.setattr(FusedRunner, "chunk_tokens", 8)  # the longer one is run in pieces
     runner = runner_of(model)
     engine = Engine(model, Letters(), runner)
     fill: Any = runner._batch.fill
@@ -215,7 +215,7 @@ def test_a_request_that_can_never_come_in_ends_with_the_reason(
 def test_texts_are_those_of_the_plain_path(
     model: LoopedLM, expected: list[Result], pages: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FusedRunner, "prefill_chunk", piece)  # of a prompt, at a time
+    monkeypatch.setattr(FusedRunner, "chunk_tokens", piece)  # of a prompt, at a time
     runner = runner_of(model, pages)
     results = finished(Engine(model, Letters(), runner), asked(model))
     same(results, expected)
