@@ -452,6 +452,24 @@ def test_a_cancelled_request_brings_what_came_before_and_nothing_after(lm: LM) -
     assert {event.ticket for event in engine.run()} == {tickets[1]}
 
 
+def test_a_request_may_be_cancelled_while_another_ends_in_the_same_step(
+    lm: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their prompts were run as two groups, and the first one's end frees what the second one has."""
+    tokenizer = lm.need_tokenizer()
+    engine, decode = lm.engine(rows=2, fast=False), tokenizer.decode
+    engine.submit(Request((5, 6), Trajectory.uniform(2), max_tokens=1))
+    other = engine.submit(Request((7,) * 9, Trajectory.uniform(2), max_tokens=4))
+
+    def cancel_other(ids: Any) -> str:
+        engine.cancel(other)
+        return decode(ids)
+
+    monkeypatch.setattr(tokenizer, "decode", cancel_other)
+    assert [event.ticket for event in engine.step()] == [0]
+    assert engine.idle
+
+
 def test_a_failure_is_forgiven_by_the_next_token(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that cannot be decoded at every other try has all its tokens in the end."""
     tokenizer = lm.need_tokenizer()
