@@ -223,7 +223,7 @@ def test_prompts_share_until_slots_need_the_memory(model: LoopedLM) -> None:
         max_size=5,
     )
 )
-def test_alternatives_are_the_models_own_and_change_no_text(
+def test_top_logprobs_are_the_models_own_and_change_no_text(
     model: LoopedLM, drawn: list[tuple[Trajectory, list[int], int, float, float]]
 ) -> None:
     requests = [
@@ -232,9 +232,9 @@ def test_alternatives_are_the_models_own_and_change_no_text(
             trajectory,
             Sampling(temperature, repetition_penalty=penalty, seed=number),
             max_tokens=5,
-            alternatives=alternatives,
+            top_logprobs=top_logprobs,
         )
-        for number, (trajectory, prompt, alternatives, temperature, penalty) in enumerate(drawn)
+        for number, (trajectory, prompt, top_logprobs, temperature, penalty) in enumerate(drawn)
     ]
     engine = engine_of(model)
     choices: dict[int, list[Any]] = {engine.submit(request): [] for request in requests}
@@ -251,14 +251,14 @@ def test_alternatives_are_the_models_own_and_change_no_text(
         with torch.no_grad():
             logits = model(ids, request.trajectory).logits[0, len(request.prompt) - 1 : -1, :VOCAB]
         for choice, expected in zip(choices[ticket], logits.log_softmax(-1), strict=True):
-            count = min(request.alternatives, VOCAB)
+            count = min(request.top_logprobs, VOCAB)
             likely = expected.topk(count)
             assert choice.logprob == pytest.approx(float(expected[choice.token]), abs=1e-4)
-            assert [logprob for _, logprob in choice.alternatives] == pytest.approx(
+            assert [logprob for _, logprob in choice.top_logprobs] == pytest.approx(
                 likely.values.tolist(), abs=1e-4
             )
             # Each value is that of its token, so a tie may be broken either way.
-            tokens = [token for token, _ in choice.alternatives]
+            tokens = [token for token, _ in choice.top_logprobs]
             assert len(set(tokens)) == len(tokens) == count
             assert expected[tokens].tolist() == pytest.approx(likely.values.tolist(), abs=1e-4)
 

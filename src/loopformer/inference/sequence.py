@@ -24,13 +24,13 @@ from loopformer.config.model import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.detokenizer import Detokenizer, TextStream
 from loopformer.inference.request import (
-    Alternatives,
     Choice,
     Draw,
     Event,
     Reason,
     Request,
     Result,
+    TopLogprobs,
     positions_to_reserve,
 )
 from loopformer.trajectory import Trajectory
@@ -56,7 +56,7 @@ class Progress(NamedTuple):
     text: TextStream
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    alternatives: tuple[Alternatives, ...] = ()  # of each token, if the request wants any
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # of each token, if the request wants any
     status: Status = Status.WAITING
     result: Result | None = None
 
@@ -128,7 +128,7 @@ class Sequence:
         """The settings and noise of the next token."""
         sampling = self.request.sampling
         history = self.history if sampling.repetition_penalty != 1 else ()
-        return Draw(sampling, self.seed, self.num_tokens, history, self.request.alternatives)
+        return Draw(sampling, self.seed, self.num_tokens, history, self.request.top_logprobs)
 
     def advance_prefill(self, tokens: int) -> None:
         """Note how many tokens of its prompt were run in chunks. Only progress beyond the furthest chunk so far
@@ -157,11 +157,11 @@ class Sequence:
             reason = "stop"
         if reason is not None:
             text.finish()
-        alternatives = before.alternatives
-        if count := self.request.alternatives:  # cut off what another row of the batch has requested
-            alternatives += tuple([choice.alternatives[:count] for choice in new])
+        top_logprobs = before.top_logprobs
+        if count := self.request.top_logprobs:  # cut off what another row of the batch has requested
+            top_logprobs += tuple([choice.top_logprobs[:count] for choice in new])
         logprobs = before.logprobs + tuple([choice.logprob for choice in new])
-        after = Progress(text, before.ids + tuple(tokens), logprobs, alternatives, Status.RUNNING)
+        after = Progress(text, before.ids + tuple(tokens), logprobs, top_logprobs, Status.RUNNING)
         if reason is not None:
             result = self._make_result(after, reason, NOT_A_NUMBER)
             after = after._replace(status=Status.FINISHED, result=result)
@@ -187,7 +187,7 @@ class Sequence:
         piece = now.text.text[before.text.shown : now.text.shown]
         ids, logprobs = now.ids[first:], now.logprobs[first:]
         choices = (
-            map(Choice, ids, logprobs, now.alternatives[first:]) if now.alternatives else map(Choice, ids, logprobs)
+            map(Choice, ids, logprobs, now.top_logprobs[first:]) if now.top_logprobs else map(Choice, ids, logprobs)
         )
         return Event(self.ticket, piece, now.result, tuple(choices), self.started_at)
 

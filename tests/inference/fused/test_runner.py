@@ -241,12 +241,12 @@ def test_drawn_texts_are_those_of_the_plain_path(model: LoopedLM, rows: int) -> 
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_alternatives_are_those_of_the_plain_path(model: LoopedLM, together: bool) -> None:
+def test_top_logprobs_are_those_of_the_plain_path(model: LoopedLM, together: bool) -> None:
     """Whether the next token is chosen in a graph, for a single row, or on the host because of a penalty."""
     draws = [(Sampling(), 3), (Sampling(temperature=1.2, seed=1), 2), (Sampling(), 0)]
     draws.append((Sampling(repetition_penalty=1.5), 4))
     requests = [
-        Request((3, 1, 4), Trajectory.uniform(2), sampling, max_tokens=4, alternatives=count)
+        Request((3, 1, 4), Trajectory.uniform(2), sampling, max_tokens=4, top_logprobs=count)
         for sampling, count in draws
     ]
 
@@ -262,10 +262,10 @@ def test_alternatives_are_those_of_the_plain_path(model: LoopedLM, together: boo
     fused, plain = choices(runner_of(model)), choices(PlainRunner(model, 3))
     for request, found, wanted in zip(requests, fused, plain, strict=True):
         assert [one.token for one in found] == [one.token for one in wanted]
-        assert all(len(one.alternatives) == request.alternatives for one in found)
+        assert all(len(one.top_logprobs) == request.top_logprobs for one in found)
         torch.testing.assert_close(
-            torch.tensor([one.alternatives for one in found]),
-            torch.tensor([one.alternatives for one in wanted]),
+            torch.tensor([one.top_logprobs for one in found]),
+            torch.tensor([one.top_logprobs for one in wanted]),
             atol=1e-4,
             rtol=1e-4,
         )

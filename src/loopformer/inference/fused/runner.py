@@ -354,7 +354,7 @@ class FusedRunner(PromptRunner):
             )
             self._batch.set_tokens_from_device(ended_slots, chosen[:, 0])
             copy = HostCopy(chosen)
-        elif is_alone and requests[0].sampling.greedy and not requests[0].alternatives:
+        elif is_alone and requests[0].sampling.greedy and not requests[0].top_logprobs:
             position = len(requests[0].prompt) + before[0].new_tokens - 1
             copy = self._batch.single_row_greedy(slots[0], loops, position)
         else:
@@ -363,14 +363,14 @@ class FusedRunner(PromptRunner):
                 if is_alone
                 else self._batch.next_tokens(ended, ended_slots)
             )
-            copy = HostCopy(self._add_alternatives(chosen, requests))
+            copy = HostCopy(self._add_top_logprobs(chosen, requests))
         for sequence, row in zip(active, before, strict=True):
             rows[sequence.ticket] = row.after(loops)
         return PendingTokens(loops, tuple([active[number].ticket for number in ended]), copy)
 
-    def _add_alternatives(self, chosen: Tensor, requests: list[Request]) -> Tensor:
+    def _add_top_logprobs(self, chosen: Tensor, requests: list[Request]) -> Tensor:
         """Tokens and log-probabilities [B, 2], and behind them the most likely tokens, as of `sample_async`."""
-        count = max(request.alternatives for request in requests)
+        count = max(request.top_logprobs for request in requests)
         if not count:
             return chosen
         logprobs = self._batch.last_logits(len(requests)).float().log_softmax(-1)
@@ -445,4 +445,4 @@ def _draw(sequence: Sequence, new_tokens: int, returned: Mapping[int, list[Choic
     if request.sampling.repetition_penalty != 1:  # then nothing is pending (`_is_far_ahead`), so this is all
         history = (*sequence.history, *[choice.token for choice in returned[sequence.ticket]])
     position = len(request.prompt) + new_tokens
-    return Draw(request.sampling, sequence.seed, position, history, request.alternatives)
+    return Draw(request.sampling, sequence.seed, position, history, request.top_logprobs)
