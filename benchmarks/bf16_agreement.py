@@ -64,7 +64,7 @@ def fused(model: LoopedLM, ids: Tensor, budget: int, rows: int) -> Tensor:
             batch.fill(slot, pages, cache.read(slot), 1, model.condition(trajectory))
         steps = [model.head(hidden)[:, : model.config.vocab]]
         for position, tokens in enumerate(part[:, 1:].t().tolist(), 1):
-            batch.start_tokens({slot: (token, position) for slot, token in enumerate(tokens)})
+            batch.set_tokens_from_host({slot: (token, position) for slot, token in enumerate(tokens)})
             if rows == 1:
                 steps.append(batch.single_row_logits(0, budget).clone())
             else:

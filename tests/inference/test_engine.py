@@ -335,7 +335,7 @@ def test_a_long_prompt_is_run_in_pieces_between_the_tokens_of_others(
 ) -> None:
     long, short = lm.requests(["every pass is told its time and its step, every pass", "its"], max_tokens=6)
     expected = [alone(lm, request) for request in (long, short)]
-    monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
+    monkeypatch.setattr(PlainRunner, "chunk_tokens", 4)
     engine = lm.engine()
     first = engine.submit(short)
     engine.step()
@@ -351,7 +351,7 @@ def test_a_long_prompt_is_run_in_pieces_between_the_tokens_of_others(
 def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     (long,) = lm.requests(["every pass is told its time and its step, every pass"], max_tokens=3)
     expected = alone(lm, long)
-    monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
+    monkeypatch.setattr(PlainRunner, "chunk_tokens", 4)
     monkeypatch.setattr(scheduler_module, "IDLE_PREFILL_TOKENS", 4)
     engine = lm.engine(rows=1)
     gone, kept = engine.submit(long), engine.submit(long)
@@ -369,7 +369,7 @@ def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypa
 
 
 def test_a_piece_that_works_forgives(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
+    monkeypatch.setattr(PlainRunner, "chunk_tokens", 4)
     monkeypatch.setattr(scheduler_module, "IDLE_PREFILL_TOKENS", 4)
     text = "every pass is told its time and its step, every pass"
     (long,) = lm.requests([text], max_tokens=2)
@@ -388,7 +388,7 @@ def test_a_piece_that_works_forgives(lm: LM, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_cancelled_prompt_leaves_no_keys_behind(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
+    monkeypatch.setattr(PlainRunner, "chunk_tokens", 4)
     monkeypatch.setattr(scheduler_module, "IDLE_PREFILL_TOKENS", 4)
     engine = lm.engine()
     ticket = engine.submit(lm.requests(["every pass is told its time and its step, every pass"])[0])
@@ -431,7 +431,7 @@ def test_a_limit_on_the_memory_of_a_request_ends_its_text(lm: LM, monkeypatch: p
 
     whole, _ = run()
     assert len(whole.ids) == 20
-    monkeypatch.setattr(sequence_module, "kv_capacity", lambda prompt, new, context: min(10, prompt + new, context))
+    monkeypatch.setattr(sequence_module, "positions_to_reserve", lambda request, context: 10)
     limited, capacity = run()
     assert limited.ids == whole.ids[:8]  # the prompt, seven tokens that are run, and the last one
     assert limited.reason == "context"
@@ -450,6 +450,24 @@ def test_a_cancelled_request_brings_what_came_before_and_nothing_after(lm: LM) -
     assert [len(event.choices) for event in events] == [3, 4]
     assert events[0].result is None
     assert {event.ticket for event in engine.run()} == {tickets[1]}
+
+
+def test_a_request_may_be_cancelled_while_another_ends_in_the_same_step(
+    lm: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their prompts were run as two groups, and the first one's end frees what the second one has."""
+    tokenizer = lm.need_tokenizer()
+    engine, decode = lm.engine(rows=2, fast=False), tokenizer.decode
+    engine.submit(Request((5, 6), Trajectory.uniform(2), max_tokens=1))
+    other = engine.submit(Request((7,) * 9, Trajectory.uniform(2), max_tokens=4))
+
+    def cancel_other(ids: Any) -> str:
+        engine.cancel(other)
+        return decode(ids)
+
+    monkeypatch.setattr(tokenizer, "decode", cancel_other)
+    assert [event.ticket for event in engine.step()] == [0]
+    assert engine.idle
 
 
 def test_a_failure_is_forgiven_by_the_next_token(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,11 @@ def test_stop_strings_are_bounded(lm: LM) -> None:
         Request((1,), trajectory, stops=("a",) * 257)
 
 
-def test_priorities_and_alternatives_are_bounded(lm: LM) -> None:
+def test_priorities_and_top_logprobs_are_bounded(lm: LM) -> None:
     trajectory = lm.model.resolve(1)
     assert Request((1,), trajectory, priority=-10).priority == -10
     for priority in (11, -11, 0.5):
         with pytest.raises(LoopformerError, match="priority must be a whole number from -10 to 10"):
             Request((1,), trajectory, priority=priority)  # type: ignore[arg-type]
-    with pytest.raises(LoopformerError, match="alternatives must be 0 or more"):
-        Request((1,), trajectory, alternatives=-1)
+    with pytest.raises(LoopformerError, match="top_logprobs must be 0 or more"):
+        Request((1,), trajectory, top_logprobs=-1)

@@ -101,7 +101,7 @@ def poisoned(model: LoopedLM, token: int = POISON) -> Iterator[None]:
     st.sampled_from([3, 512]),
 )
 def test_rows_that_are_not_a_number_are_never_kept_or_shared(
-    model: LoopedLM, drawn: list[tuple[Trajectory, int, int | None, int]], prefill_chunk: int
+    model: LoopedLM, drawn: list[tuple[Trajectory, int, int | None, int]], chunk_tokens: int
 ) -> None:
     """Wherever in a prompt it is, whoever is run together with it, at once or in pieces."""
     requests, bad = [], set()
@@ -113,7 +113,7 @@ def test_rows_that_are_not_a_number_are_never_kept_or_shared(
         requests.append(Request(tuple(prompt), trajectory, max_tokens=4))
     expected = [alone(model, request) for request in requests]
     engine = engine_of(model)
-    engine.runner.prefill_chunk = prefill_chunk
+    engine.runner.chunk_tokens = chunk_tokens
     for request in requests:
         engine.submit(request)
     with poisoned(model):
@@ -223,7 +223,7 @@ def test_prompts_share_until_slots_need_the_memory(model: LoopedLM) -> None:
         max_size=5,
     )
 )
-def test_alternatives_are_the_models_own_and_change_no_text(
+def test_top_logprobs_are_the_models_own_and_change_no_text(
     model: LoopedLM, drawn: list[tuple[Trajectory, list[int], int, float, float]]
 ) -> None:
     requests = [
@@ -232,9 +232,9 @@ def test_alternatives_are_the_models_own_and_change_no_text(
             trajectory,
             Sampling(temperature, repetition_penalty=penalty, seed=number),
             max_tokens=5,
-            alternatives=alternatives,
+            top_logprobs=top_logprobs,
         )
-        for number, (trajectory, prompt, alternatives, temperature, penalty) in enumerate(drawn)
+        for number, (trajectory, prompt, top_logprobs, temperature, penalty) in enumerate(drawn)
     ]
     engine = engine_of(model)
     choices: dict[int, list[Any]] = {engine.submit(request): [] for request in requests}
@@ -251,14 +251,14 @@ def test_alternatives_are_the_models_own_and_change_no_text(
         with torch.no_grad():
             logits = model(ids, request.trajectory).logits[0, len(request.prompt) - 1 : -1, :VOCAB]
         for choice, expected in zip(choices[ticket], logits.log_softmax(-1), strict=True):
-            count = min(request.alternatives, VOCAB)
+            count = min(request.top_logprobs, VOCAB)
             likely = expected.topk(count)
             assert choice.logprob == pytest.approx(float(expected[choice.token]), abs=1e-4)
-            assert [logprob for _, logprob in choice.alternatives] == pytest.approx(
+            assert [logprob for _, logprob in choice.top_logprobs] == pytest.approx(
                 likely.values.tolist(), abs=1e-4
             )
             # Each value is that of its token, so a tie may be broken either way.
-            tokens = [token for token, _ in choice.alternatives]
+            tokens = [token for token, _ in choice.top_logprobs]
             assert len(set(tokens)) == len(tokens) == count
             assert expected[tokens].tolist() == pytest.approx(likely.values.tolist(), abs=1e-4)
 
@@ -282,7 +282,7 @@ def test_a_prompt_is_run_anew_if_weights_change_between_its_pieces(model: Looped
     """Keys of the old weights must reach neither its own text nor prompts that come later."""
     changed = copy.deepcopy(model)
     engine = engine_of(changed)
-    engine.runner.prefill_chunk = 8
+    engine.runner.chunk_tokens = 8
     other = Request((1, 2), SCHEDULES[0], max_tokens=20)  # beside it, a step runs no more than a piece
     request = Request(tuple(range(20)), SCHEDULES[2], max_tokens=8)
     engine.submit(other)

@@ -36,8 +36,8 @@ class Letters:
 class FakeRunner:
     """Has room for so many sequences, and says of prompts what a test tells it. It computes nothing."""
 
-    def __init__(self, room: int = 100, prefill_chunk: int = 32, share_tokens: int = 0) -> None:
-        self.room, self.prefill_chunk, self._share_tokens = room, prefill_chunk, share_tokens
+    def __init__(self, room: int = 100, chunk_tokens: int = 32, block_tokens: int = 0) -> None:
+        self.room, self.chunk_tokens, self._share_tokens = room, chunk_tokens, block_tokens
         self.max_in_flight: int | None = None
         self.prompt_tokens = self.shared_tokens = 0
         self.cached: dict[int, int] = {}  # tokens by ticket
@@ -61,7 +61,7 @@ class FakeRunner:
     def start_prefill(self, sequences: list[Sequence]) -> None:
         pass
 
-    def finished_prefills(self, wait: bool) -> list[list[Sequence]]:
+    def next_prefill(self, block: bool) -> list[Sequence]:
         return []
 
     def finish_prefill(self, sequences: list[Sequence]) -> list[Choice]:
@@ -81,7 +81,7 @@ class FakeRunner:
         return self.room
 
     @property
-    def share_tokens(self) -> int:
+    def block_tokens(self) -> int:
         return self._share_tokens
 
 
@@ -261,27 +261,27 @@ def test_prompts_that_were_begun_come_first() -> None:
     st.randoms(use_true_random=False),
 )
 def test_prefills_stay_within_tokens_and_room_and_groups_are_alike(
-    lengths: list[int], tokens: int, room: int, prefill_chunk: int, draw: random.Random
+    lengths: list[int], tokens: int, room: int, chunk_tokens: int, draw: random.Random
 ) -> None:
     made = [sequence(ticket, float(ticket), prompt=length) for ticket, length in enumerate(lengths)]
-    runner = FakeRunner(room, prefill_chunk)
+    runner = FakeRunner(room, chunk_tokens)
     runner.cached = {ticket: draw.randrange(length) for ticket, length in enumerate(lengths) if draw.random() < 0.3}
     rest = [length - runner.cached.get(ticket, 0) for ticket, length in enumerate(lengths)]
     groups = planned(scheduler_of(made), runner, tokens)
     chosen = sorted(itertools.chain(*groups))
     assert chosen == list(range(len(chosen)))  # those who are first, each once
     assert len(chosen) <= room
-    costs = [min(rest[ticket], prefill_chunk) for ticket in chosen]
+    costs = [min(rest[ticket], chunk_tokens) for ticket in chosen]
     assert sum(costs[:-1]) < tokens  # they end with the one that exceeds it
-    assert all(rest[ticket] <= prefill_chunk for ticket in chosen[:-1])  # or with a piece of a long one
+    assert all(rest[ticket] <= chunk_tokens for ticket in chosen[:-1])  # or with a piece of a long one
     if len(chosen) < min(room, len(lengths)):
-        assert sum(costs) >= tokens or rest[chosen[-1]] > prefill_chunk
+        assert sum(costs) >= tokens or rest[chosen[-1]] > chunk_tokens
     for group in groups:
         longest = max(rest[ticket] for ticket in group)
-        assert len(group) == 1 or longest <= prefill_chunk
+        assert len(group) == 1 or longest <= chunk_tokens
         assert all(4 * rest[ticket] >= 3 * longest for ticket in group)
         assert max(runner.cached.get(ticket, 0) for ticket in group) + longest <= CONFIG.context
-    if len({*rest}) == 1 and rest[0] <= prefill_chunk and not runner.cached:
+    if len({*rest}) == 1 and rest[0] <= chunk_tokens and not runner.cached:
         assert len(groups) <= 1  # equal ones are run together
 
 
@@ -312,7 +312,7 @@ def test_a_prompt_waits_for_another_that_it_can_share_with(waits_for: str) -> No
         sequence(1, prompt=(*range(10), 60)),
         sequence(2, prompt=(70, 71)),
     )
-    runner = FakeRunner(share_tokens=4)
+    runner = FakeRunner(block_tokens=4)
     scheduler = scheduler_of([first, same, after])
     if waits_for == "the one under way":
         runner.under_way = [first]
@@ -326,7 +326,7 @@ def test_a_prompt_waits_for_another_that_it_can_share_with(waits_for: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("prompt", "trajectory", "cached", "share_tokens"),
+    ("prompt", "trajectory", "cached", "block_tokens"),
     [
         ((0, 1, 2, 50, 51, 52), TRAJECTORIES[0], 0, 4),  # less than a page is common
         (tuple(range(10)), TRAJECTORIES[1], 0, 4),  # another trajectory
@@ -336,9 +336,9 @@ def test_a_prompt_waits_for_another_that_it_can_share_with(waits_for: str) -> No
     ],
 )
 def test_a_prompt_that_could_share_nothing_waits_for_nobody(
-    prompt: tuple[int, ...], trajectory: Trajectory, cached: int, share_tokens: int
+    prompt: tuple[int, ...], trajectory: Trajectory, cached: int, block_tokens: int
 ) -> None:
-    runner = FakeRunner(share_tokens=share_tokens)
+    runner = FakeRunner(block_tokens=block_tokens)
     runner.under_way = [sequence(0, prompt=tuple(range(12)))]
     runner.cached = {1: cached}
     scheduler = scheduler_of([*runner.under_way, sequence(1, prompt=prompt, trajectory=trajectory)])
@@ -374,7 +374,7 @@ def test_planning_many_prompts_behind_one_prefix_takes_milliseconds() -> None:
     config = replace(CONFIG, context=512)
     prefix, fastest = tuple(range(96)) * 4, math.inf
     for _ in range(20):
-        runner = FakeRunner(prefill_chunk=512, share_tokens=16)
+        runner = FakeRunner(chunk_tokens=512, block_tokens=16)
         runner.cached = dict.fromkeys(range(64), 384)
         waiting = [
             Sequence(ticket, Request((*prefix, ticket, *range(16)), TRAJECTORIES[0]), Letters(), config)

@@ -278,6 +278,7 @@ def test_a_text_needs_memory_for_its_tokens_but_not_beyond_the_context(served: S
     for prompt, max_tokens, tokens in (
         ([1] * 5, 3, 8),
         ([1] * (served.config.context - 2), 3, served.config.context),
+        ([1] * 5, 0, 5),  # only scored
     ):
         job = Job((tuple(prompt),), 2, Sampling(), max_tokens, (), Trajectory.uniform(2), 1, 0, None)
         assert job.kv_bytes(served, Trajectory.uniform(2)) == 2 * tokens * each

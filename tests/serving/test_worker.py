@@ -44,7 +44,7 @@ def test_tokens_are_as_likely_as_the_scorer_says(lm: LM) -> None:
     (score,) = lm.score([PROMPT], budget=2)
     assert [row.logprob for row in rows[1:]] == pytest.approx(score.logprobs, abs=1e-4)
     for row in rows[1:]:
-        values = [value for _, value in row.alternatives]
+        values = [value for _, value in row.top_logprobs]
         assert values == sorted(values, reverse=True)
         assert row.logprob is not None
         assert values[0] >= row.logprob - 1e-6

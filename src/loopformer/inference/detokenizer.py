@@ -14,6 +14,7 @@ from typing import Protocol
 
 REPLACEMENT_CHARACTER = "\ufffd"  # an incomplete UTF-8 character decodes to it
 MIN_CONTEXT_TOKENS = 8  # of a prompt; the text of the tokens that follow it depends on its last word alone
+CONTEXT_GROWTH = 8  # how many times as many tokens to try where these have no text
 
 
 class Detokenizer(Protocol):
@@ -114,13 +115,14 @@ class TextStream:
 
 
 def _last_words(tokenizer: Detokenizer, ids: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """The last tokens with some text, and this text. All of a long prompt takes long to decode."""
+    """The last tokens with some text, and this text."""
+    # Decode only the last tokens: a long prompt is slow.
     last, text = tuple(ids[-MIN_CONTEXT_TOKENS:]), ""
     while last:
         text = tokenizer.decode(last)
         if len(last) == len(ids) or text.replace(REPLACEMENT_CHARACTER, "").strip():
             break
-        last = tuple(ids[-8 * len(last) :])
+        last = tuple(ids[-CONTEXT_GROWTH * len(last) :])
     return last, text
 
 

@@ -61,7 +61,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._new_tokens = 0
         self._tickets = count()
-        self._delivered: dict[int, Progress] = {}  # the progress of each sequence at its last event, by ticket
+        self._at_last_event: dict[int, Progress] = {}  # the progress of each sequence then, by ticket
         self._placement = model.device, model.dtype_name
         self._work = Lock()  # held to run a step
 
@@ -124,11 +124,11 @@ class Engine:
         while True:
             for sequence in self.scheduler.sequences:
                 progress = sequence.progress
-                before = self._delivered.get(sequence.ticket, sequence.initial)
+                before = self._at_last_event.get(sequence.ticket, sequence.initial)
                 if progress is not before:
                     event = sequence.event_since(before)
                     # Nothing between these two lines: Ctrl-C there would lose the event.
-                    self._delivered[sequence.ticket] = progress
+                    self._at_last_event[sequence.ticket] = progress
                     yield event
             if self.idle:
                 return
@@ -144,12 +144,13 @@ class Engine:
         delivered: dict[int, Progress] = {}
         for sequence in self.scheduler.sequences:
             progress = sequence.progress
-            before = self._delivered.get(sequence.ticket, sequence.initial)
+            before = self._at_last_event.get(sequence.ticket, sequence.initial)
             if progress is not before and is_due(sequence):
                 events.append(sequence.event_since(before))
                 delivered[sequence.ticket] = progress
-        # Nothing between these two lines: Ctrl-C there would lose the events. An operator is no call.
-        self._delivered |= delivered
+        # Nothing between these two lines: Ctrl-C there would lose the events. `|=` runs no Python code, so no
+        # signal handler can run in between.
+        self._at_last_event |= delivered
         return events
 
     def _make_sequence(self, request: Request) -> Sequence:
@@ -159,7 +160,7 @@ class Engine:
         return sequence
 
     def _is_done(self, sequence: Sequence) -> bool:
-        before = self._delivered.get(sequence.ticket, sequence.initial)
+        before = self._at_last_event.get(sequence.ticket, sequence.initial)
         return sequence.status is Status.FINISHED and sequence.progress is before
 
     def _step(self) -> None:
@@ -182,8 +183,8 @@ class Engine:
     def _remove(self, tickets: list[int]) -> None:
         if tickets:
             self.scheduler.remove(set(tickets))
-            self._delivered = {
-                ticket: progress for ticket, progress in self._delivered.items() if ticket not in tickets
+            self._at_last_event = {
+                ticket: progress for ticket, progress in self._at_last_event.items() if ticket not in tickets
             }
 
     def _free(self) -> None:
@@ -195,13 +196,13 @@ class Engine:
         """Run the prompts of waiting sequences, as many as there are slots for and as a step may run."""
         runner, scheduler = self.runner, self.scheduler
         end = runner.prompt_tokens + scheduler.prefill_token_limit(runner)
-        self._finish_prefills(wait=False)
+        self._finish_prefills(block=False)
         while (tokens := end - runner.prompt_tokens) > 0:
             groups = scheduler.plan_prefills(runner, tokens)
             for group in groups:
                 self._start_prefill(group)
             # Planned again after these have finished, as prompts may wait for their prefix.
-            self._finish_prefills(wait=not scheduler.running)
+            self._finish_prefills(block=not scheduler.running)
             if not groups:
                 return
 
@@ -215,8 +216,11 @@ class Engine:
             failure = error.with_traceback(None)  # its frames hold the tensors of the failed run
         self._handle_prefill_failure(group, failure)
 
-    def _finish_prefills(self, wait: bool) -> None:
-        for group in self.runner.finished_prefills(wait):
+    def _finish_prefills(self, block: bool) -> None:
+        """Give slots to the sequences whose prompts have been run. With `block`, wait for the oldest of these."""
+        # One group at a time: what is done for one may end the others, or drop their prefills.
+        while group := self.runner.next_prefill(block):
+            block = False
             try:
                 choices = self.runner.finish_prefill(group)
             except Exception as error:
@@ -225,6 +229,7 @@ class Engine:
                 self._append(group, [[choice] for choice in choices])
                 continue
             self._handle_prefill_failure(group, failure)
+            return  # a prefill that fails again and again must not keep the step from ending
 
     def _handle_prefill_failure(self, group: list[Sequence], failure: Exception) -> None:
         self._free()  # some of the group may have slots
@@ -282,7 +287,7 @@ def warm_up(engine: Engine, budgets: list[int]) -> None:
     A GPU compiles kernels and records graphs at first use. Without this the first requests would wait for it, and
     so would all that run beside them.
     """
-    config, page = engine.model.config, engine.runner.share_tokens
+    config, page = engine.model.config, engine.runner.block_tokens
     longest = max(1, config.context - 1)  # in chunks where the context is longer than one
     sizes = sorted({longest, *(min(2**power, longest) for power in range(5, 10))})
     firsts = cycle(range(config.vocab))  # different first tokens, so that no prompt finds a cached prefix

@@ -21,7 +21,8 @@ an error or Ctrl-C in the middle of a change. All of this belongs to the thread 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
@@ -32,8 +33,8 @@ from loopformer.model.conditioning import Condition
 from loopformer.model.looped import LoopedLM
 
 MAX_ROOTS = 256  # trajectories whose prompts are cached at a time
-UNCOUNTED = 2  # most tokens that a slot may hold beyond its noted length: two steps that were not counted yet
-MOVED = -1  # the ticket of a slot whose row was copied to another one, until it is cleared
+MAX_UNRECORDED_TOKENS = 2  # tokens that steps may have written since the slot's length was recorded
+NO_TICKET = -1  # in place of a sequence's ticket, where the sequence has gone or moved
 
 Fingerprint = tuple[tuple[int, object, int], ...]
 
@@ -98,8 +99,8 @@ class BlockManager:
         return len(self._free) + self._idle_pages
 
     def pages_needed(self, budget: int, tokens: int, prefix: Sequence[KVBlock]) -> int:
-        """How many available pages a new sequence of so many tokens takes. A block of its prefix takes some, too,
-        if it is idle so far."""
+        """How many available pages a new sequence of so many tokens takes. Idle prefix blocks count, because
+        holding them makes their pages unavailable."""
         held = sum(block in self._holders for block in prefix)
         return budget * (-(-tokens // self.page_tokens) - held)
 
@@ -110,25 +111,26 @@ class BlockManager:
         return self._held.get(ticket, ())
 
     def allocate(self, ticket: int, budget: int, count: int, prefix: Sequence[KVBlock] = ()) -> tuple[KVBlock, ...]:
-        """Give a sequence new blocks until it has `count`. If it has none yet, it shares those of the prefix."""
-        self._recount()
-        blocks = self.held_blocks(ticket)
-        self._is_counted = False
-        if not blocks:
-            # Held before pages are taken, because idle blocks may be evicted then.
-            for block in prefix:
-                self._idle_pages -= 0 if block in self._holders else len(block.pages)
-                self._holders[block] += 1
-            blocks = tuple(prefix)
-        pages = self._pop_pages(budget * (count - len(blocks)))
-        new = [KVBlock(tuple(pages[start : start + budget])) for start in range(0, len(pages), budget)]
-        self._holders.update(new)
-        self._held[ticket] = (*blocks, *new)
-        self._is_counted = True
+        """Give a sequence new blocks until it has `count`. If it has none yet, it shares those of the prefix, which
+        come from `match_prefix` and may not have been evicted since."""
+        with self._changing():
+            blocks = self.held_blocks(ticket)
+            if not blocks:
+                # Held before pages are taken, because idle blocks may be evicted then.
+                for block in prefix:
+                    is_cached = block.cache_key is not None and self._cached.get(block.cache_key) is block
+                    assert is_cached, "evicted since `match_prefix`"
+                    self._idle_pages -= 0 if block in self._holders else len(block.pages)
+                    self._holders[block] += 1
+                blocks = tuple(prefix)
+            pages = self._pop_pages(budget * (count - len(blocks)))
+            new = [KVBlock(tuple(pages[start : start + budget])) for start in range(0, len(pages), budget)]
+            self._holders.update(new)
+            self._held[ticket] = (*blocks, *new)
         return self._held[ticket]
 
     def reserve(self, ticket: int, pages: int) -> None:
-        """Let a holder have at least so many pages, for memory that is not divided into blocks."""
+        """Hold at least so many pages without content (slot memory), as blocks of any size."""
         held = self.held_blocks(ticket)
         missing = pages - sum(len(block.pages) for block in held)
         if missing > 0:
@@ -136,17 +138,15 @@ class BlockManager:
 
     def free(self, ticket: int) -> None:
         """Take back the blocks of a sequence. Cached ones become idle if nobody else holds them."""
-        self._recount()
-        self._is_counted = False
-        for block in self._held.pop(ticket):
-            self._holders[block] -= 1
-            if self._holders[block] == 0:
-                del self._holders[block]
-                if block.cache_key is None:
-                    self._free += block.pages
-                else:
-                    self._idle_pages += len(block.pages)
-        self._is_counted = True
+        with self._changing():
+            for block in self._held.pop(ticket):
+                self._holders[block] -= 1
+                if self._holders[block] == 0:
+                    del self._holders[block]
+                    if block.cache_key is None:
+                        self._free += block.pages
+                    else:
+                        self._idle_pages += len(block.pages)
 
     def free_except(self, tickets: Collection[int]) -> None:
         """Take back the blocks of all other sequences. It also mends the counts, at the start of each step."""
@@ -182,20 +182,18 @@ class BlockManager:
     def cache_prompt(self, ticket: int, root: KVBlock, prompt: Sequence[int]) -> None:
         """Cache the full blocks of a prompt. Call it after their KV was written, or queued on the decode stream."""
         size, before, chain = self.page_tokens, root, list[KVBlock]()
-        self._recount()
-        self._is_counted = False
-        for index, block in enumerate(self.held_blocks(ticket)[: len(prompt) // size]):
-            cache_key = before, tuple(prompt[index * size : (index + 1) * size])
-            cached = self._cached.get(cache_key)
-            if cached is None:
-                if block.cache_key is not None:
-                    break  # it is cached under a key that is not found any more, and a block has one key
-                block.cache_key, cached = cache_key, block
-                self._cached[cache_key] = block
-            before = cached  # equal prompts that were run at the same time keep blocks of their own
-            chain.append(cached)
-        self._touch(chain)
-        self._is_counted = True
+        with self._changing():
+            for index, block in enumerate(self.held_blocks(ticket)[: len(prompt) // size]):
+                cache_key = before, tuple(prompt[index * size : (index + 1) * size])
+                cached = self._cached.get(cache_key)
+                if cached is None:
+                    if block.cache_key is not None:
+                        break  # it is cached under a key that is not found any more, and a block has one key
+                    block.cache_key, cached = cache_key, block
+                    self._cached[cache_key] = block
+                before = cached  # equal prompts that were run at the same time keep blocks of their own
+                chain.append(cached)
+            self._touch(chain)
 
     def clear_cache(self) -> None:
         """Forget all prompts. Sequences keep the blocks that they hold."""
@@ -211,6 +209,14 @@ class BlockManager:
             self._cached.move_to_end(block.cache_key)
 
     # Counting.
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change holders, cache and counts. After an exception inside, the next change begins with a recount."""
+        self._recount()
+        self._is_counted = False
+        yield
+        self._is_counted = True  # not reached after an exception
 
     def _pop_pages(self, count: int) -> list[int]:
         """Free pages. Idle blocks are evicted for them, those used longest ago first."""
@@ -262,7 +268,10 @@ class SlotPool(KVCache):
     A loop takes memory when it is first used, and slots grow when a sequence needs longer ones. Slots lie longest
     trajectory first, so the rows that are still in a loop are always its first ones. Before the next step, gaps
     between rows are closed. `layout` names the owner of each slot. A row moves by copying it first and replacing
-    the layout after, so an interrupted move leaves the old layout valid."""
+    the layout after, so an interrupted move leaves the old layout valid.
+
+    In each step call `free_except` first, then `arrange_rows` for the rows left, then `grow` and `admit` for new
+    ones."""
 
     def __init__(self, model: LoopedLM, slots: int) -> None:
         super().__init__(model.config, [], LoopPlan([], [], []), capacity=1, weight=model.tokens.weight)
@@ -308,7 +317,7 @@ class SlotPool(KVCache):
             self.loops = [*self.loops, self._empty_loop(self._slots)]
 
     def free_except(self, lengths: dict[int, int]) -> None:
-        """Free the slots of all but these tickets, note their cached tokens, and close the gaps."""
+        """Free the slots of all but these tickets, record their numbers of cached tokens, and close the gaps."""
         for index, slot in enumerate(self.layout):
             if slot is not None and slot.ticket not in lengths:
                 self._clear(index)
@@ -328,6 +337,9 @@ class SlotPool(KVCache):
         """Give a slot to a row with the KV of `length` tokens. `table` has the conditions of its M loops."""
         budget = kv.trajectory.budget
         index = self._slots - self.free
+        assert budget <= len(self.loops), "call `grow` first"
+        assert length <= self.capacity, "call `grow` first"
+        assert None not in self.layout[:index], "call `free_except` first: there is a gap between rows"
         shorter = sorted({slot.budget for slot in self.layout if slot is not None and slot.budget < budget})
         for other in shorter:  # the shortest trajectories make room
             first = next(at for at, slot in enumerate(self.layout) if slot is not None and slot.budget == other)
@@ -340,8 +352,9 @@ class SlotPool(KVCache):
         self._set_slots({index: Slot(ticket, budget, length)})
 
     def arrange_rows(self, lengths: dict[int, int]) -> list[int]:
-        """Set up the cache to extend rows that have so many tokens each; the tickets in the order of slots."""
+        """Set up the cache to extend all rows, by the cached tokens of each. The tickets, in the order of slots."""
         rows = [slot for slot in self.layout if slot is not None]
+        assert lengths.keys() == {slot.ticket for slot in rows}, "not the rows that `free_except` left"
         self.lengths = [lengths[slot.ticket] for slot in rows]
         counts = [sum(slot.budget > loop for slot in rows) for loop in range(max(slot.budget for slot in rows))]
         loops = zip(self._conditions, counts, strict=False)
@@ -360,12 +373,12 @@ class SlotPool(KVCache):
         slot = self.layout[source]
         assert slot is not None
         assert self.layout[target] is None
-        end = slot.length + UNCOUNTED  # a step may have been run since the length was noted
+        end = slot.length + MAX_UNRECORDED_TOKENS
         for loop, condition in zip(self.loops[: slot.budget], self._conditions, strict=False):
             loop[:, :, target, :, :end] = loop[:, :, source, :, :end]
             for part in condition.tensors:
                 part[target] = part[source]
-        self._set_slots({target: slot, source: slot._replace(ticket=MOVED)})
+        self._set_slots({target: slot, source: slot._replace(ticket=NO_TICKET)})
         self._clear(source)
 
     def _clear(self, index: int) -> None:
@@ -373,7 +386,7 @@ class SlotPool(KVCache):
         slot = self.layout[index]
         assert slot is not None
         for loop in self.loops[: slot.budget]:
-            loop[:, :, index, :, : slot.length + UNCOUNTED] = 0
+            loop[:, :, index, :, : slot.length + MAX_UNRECORDED_TOKENS] = 0
         self._set_slots({index: None})
 
     def _set_slots(self, changes: dict[int, Slot | None]) -> None:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from loopformer.errors import LoopformerError, require
 from loopformer.trajectory import Trajectory
 
-Alternatives = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
+TopLogprobs = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
 Reason = Literal["stop", "end", "length", "context", "error"]
 REASONS = {
     "stop": "a stop string was generated",
@@ -76,7 +76,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 128
     stops: tuple[str, ...] = ()
-    alternatives: int = 0  # how many of the most likely tokens to report at each position
+    top_logprobs: int = 0  # how many of the most likely tokens to report at each position
     priority: int = 0  # lower is served earlier, among the requests of the same client
     client: str = ""  # clients take turns
 
@@ -87,8 +87,8 @@ class Request:
             raise LoopformerError(f"{self.trajectory!r} is no Trajectory; make one with Trajectory.parse(…).")
         if not (is_whole(self.max_tokens) and self.max_tokens >= 1):
             raise LoopformerError(f"max_tokens must be 1 or more, a whole number; got {self.max_tokens!r}.")
-        if not (is_whole(self.alternatives) and self.alternatives >= 0):
-            raise LoopformerError(f"alternatives must be 0 or more, a whole number; got {self.alternatives!r}.")
+        if not (is_whole(self.top_logprobs) and self.top_logprobs >= 0):
+            raise LoopformerError(f"top_logprobs must be 0 or more, a whole number; got {self.top_logprobs!r}.")
         if not (is_whole(self.priority) and abs(self.priority) <= MAX_PRIORITY):
             raise LoopformerError(
                 f"priority must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {self.priority!r}."
@@ -112,7 +112,7 @@ class Draw(NamedTuple):
     seed: int = 0
     position: int = 0  # number of tokens before the next token
     history: tuple[int, ...] = ()  # these tokens; needed only with a repetition penalty
-    alternatives: int = 0  # how many of the most likely tokens to report
+    top_logprobs: int = 0  # how many of the most likely tokens to report
 
 
 class Choice(NamedTuple):
@@ -120,16 +120,16 @@ class Choice(NamedTuple):
 
     token: int
     logprob: float
-    alternatives: Alternatives = ()
+    top_logprobs: TopLogprobs = ()
 
 
-def kv_capacity(prompt_tokens: int, max_tokens: int, context: int) -> int:
-    """The positions of the KV cache that a request reserves, at least those of its prompt.
+def positions_to_reserve(request: Request, context: int) -> int:
+    """How many positions of the KV cache a request reserves: those of its prompt at least.
 
-    A limit on the memory of a request belongs here. Its text ends where the positions do. Runners and the server's
-    admission take the number from here alone.
+    A limit on the memory of each request belongs here. A smaller reservation ends the text earlier. Runners and the
+    server's admission take the number from here alone.
     """
-    return min(context, prompt_tokens + max_tokens)
+    return min(context, len(request.prompt) + request.max_tokens)
 
 
 @dataclass(frozen=True)

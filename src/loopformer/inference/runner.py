@@ -3,12 +3,13 @@ device.
 
 runner = PlainRunner(model, rows=16)               # fused/runner.py has the runner for GPUs
 runner.start_prefill(sequences)                    # run prompts, or one chunk of a long prompt
-choices = runner.finish_prefill(sequences)         # the first token of each, which has a slot from now on
-choices = runner.decode(sequences)                 # one more token each
+group = runner.next_prefill(block=False)           # sequences whose prompts have been run
+choices = runner.finish_prefill(group)             # the first token of each, which has a slot from now on
+choices = runner.decode(running)                   # one more token each
 runner.free_except(running, waiting)               # the slots and blocks of all other sequences are free again
 
-The scheduler chooses the sequences. A failed step writes only past `cached_length` of a sequence, so the KV cache
-stays valid for all of them.
+The scheduler chooses the sequences. A failed step writes only past `num_computed_tokens` of a sequence, so the KV
+cache stays valid for all of them.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from loopformer.model.conditioning import Condition
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
-PREFILL_CHUNK = 512  # tokens of a long prompt that are run at a time
+CHUNK_TOKENS = 512  # tokens of a long prompt that are run at a time
 PAGE = 16  # tokens of a page of the plain runner
 CACHE_SLOTS = 4  # slots' worth of memory for cached prompts, by default
 MAX_TABLES = 32  # condition tables, of the trajectories that came last
-SLOTS = -1  # the ticket under which the slots of the plain runner hold their pages
+SLOT_HOLDER = -2  # the ticket under which the slots of the plain runner hold their pages
 
 
 class Runner(Protocol):
     """What the engine and the scheduler know of a runner."""
 
     rows: int  # sequences that can run at once
-    prefill_chunk: int  # prompt tokens per step while sequences decode
+    chunk_tokens: int  # of a long prompt that are run at a time
     max_in_flight: int | None  # no prefill is planned while so many are in flight
     prompt_tokens: int  # run so far
     shared_tokens: int  # prompt tokens so far that came from cached blocks
@@ -54,8 +55,8 @@ class Runner(Protocol):
         ...
 
     @property
-    def share_tokens(self) -> int:
-        """Prompts share prefixes of a multiple of so many tokens; 0: they share nothing."""
+    def block_tokens(self) -> int:
+        """The size of the blocks in which prompts share prefixes; 0: no sharing."""
         ...
 
     @property
@@ -74,11 +75,11 @@ class Runner(Protocol):
 
     @property
     def available_pages(self) -> int:
-        """Pages of KV that more sequences could get."""
+        """Pages of KV that more sequences could get. 0 where rows alone limit them."""
         ...
 
     def pages_needed(self, sequence: Sequence) -> int:
-        """How many of these a waiting sequence would take."""
+        """How many of the available pages a waiting sequence would take. 0 where rows alone limit them."""
         ...
 
     def cached_tokens(self, sequence: Sequence) -> int:
@@ -97,18 +98,21 @@ class Runner(Protocol):
         """The sequences whose prefill is in flight."""
         ...
 
-    def finished_prefills(self, wait: bool) -> list[list[Sequence]]:
-        """Groups of waiting sequences whose prefill has finished. With `wait`, the oldest group in flight, even if
-        it has not finished: `finish_prefill` then waits for the device."""
+    def next_prefill(self, block: bool) -> list[Sequence]:
+        """The waiting sequences of the oldest prefill that has finished, or none.
+
+        With `block`, those of the oldest prefill in flight, even if it has not finished: `finish_prefill` then
+        waits for the device. Call `finish_prefill` next, because `free_except` may drop the prefill.
+        """
         ...
 
     def finish_prefill(self, sequences: list[Sequence]) -> list[Choice]:
-        """The first token of each sequence of such a group. They have slots from now on."""
+        """The first token of each sequence that `next_prefill` returned. They have slots from now on."""
         ...
 
     def decode(self, sequences: list[Sequence]) -> list[list[Choice]]:
-        """The next tokens of sequences that have slots: one each. A GPU runs ahead of the host, so there it may be
-        none now and several later."""
+        """The next tokens of all sequences that the last `free_except` left running: one each. A GPU runs ahead of
+        the host, so there it may be none now and several later."""
         ...
 
     def free_except(self, running: list[Sequence], waiting: list[Sequence]) -> None:
@@ -147,7 +151,7 @@ class PrefillOutput(NamedTuple):
 class PromptRunner(ABC):
     """The half of a runner that runs prompts: prefixes that they share with others, and long prompts in chunks."""
 
-    prefill_chunk = PREFILL_CHUNK
+    chunk_tokens = CHUNK_TOKENS
 
     def __init__(self, model: LoopedLM, blocks: BlockManager, share_prompts: bool) -> None:
         self.model, self.blocks, self._share_prompts = model, blocks, share_prompts
@@ -165,7 +169,7 @@ class PromptRunner(ABC):
         """Give a sequence, whose prompt was run, its slot, and cache its prompt."""
 
     @property
-    def share_tokens(self) -> int:
+    def block_tokens(self) -> int:
         return self.blocks.page_tokens if self._share_prompts else 0
 
     def cached_tokens(self, sequence: Sequence) -> int:
@@ -177,29 +181,29 @@ class PromptRunner(ABC):
         """Run prompts, or the next chunk of a long one; None if that was not its last chunk."""
         starts = [self.cached_tokens(sequence) for sequence in sequences]
         new = [[*sequence.request.prompt[start:]] for sequence, start in zip(sequences, starts, strict=True)]
-        is_chunk = len(sequences) == 1 and len(new[0]) > self.prefill_chunk
-        ids, counts = pad_prompts(self.model, [new[0][: self.prefill_chunk]] if is_chunk else new)
+        is_partial = len(sequences) == 1 and len(new[0]) > self.chunk_tokens
+        ids, counts = pad_prompts(self.model, [new[0][: self.chunk_tokens]] if is_partial else new)
         # The last chunk has a cache of its own: if its logits fail, the earlier chunks stay as they are.
-        cache = self._partial.get(sequences[0].ticket) if is_chunk else None
+        cache = self._partial.get(sequences[0].ticket) if is_partial else None
         if cache is None:
             trajectories = [sequence.trajectory for sequence in sequences]
             cache = self.model.cache(trajectories, len(new), max(starts) + max(map(len, new)), self._table)
             for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
                 if start:
-                    cache.write(row, self._read_start(sequence), start)
+                    cache.write(row, self._read_computed(sequence), start)
         hidden = self._extend(ids, cache, counts)  # [B, T, D]; the next prompt may overwrite it
-        logits = None if is_chunk else self._logits(last_hidden(hidden, counts))
+        logits = None if is_partial else self._logits(last_hidden(hidden, counts))
         self.prompt_tokens += sum(counts)
-        begun = self._partial
+        partial = self._partial
         self.shared_tokens += sum(
-            start for sequence, start in zip(sequences, starts, strict=True) if sequence.ticket not in begun
+            start for sequence, start in zip(sequences, starts, strict=True) if sequence.ticket not in partial
         )
         if logits is None:
-            self._partial = {**begun, sequences[0].ticket: cache}
+            self._partial = {**partial, sequences[0].ticket: cache}
             sequences[0].advance_prefill(cache.lengths[0])
             return None
         tickets = {sequence.ticket for sequence in sequences}
-        self._partial = {ticket: partial for ticket, partial in begun.items() if ticket not in tickets}
+        self._partial = {ticket: earlier for ticket, earlier in partial.items() if ticket not in tickets}
         return PrefillOutput(sequences, cache, logits)
 
     def _admit_all(self, output: PrefillOutput, choices: Iterable[Choice | None]) -> None:
@@ -218,8 +222,8 @@ class PromptRunner(ABC):
     def _prefix_root(self, sequence: Sequence) -> KVBlock:
         return self.blocks.prefix_root(self._made_for, sequence.trajectory, self.model.dtype_name)
 
-    def _read_start(self, sequence: Sequence) -> SequenceKV:
-        """The KV of the part of a prompt that need not be run, as many tokens as `cached_tokens`."""
+    def _read_computed(self, sequence: Sequence) -> SequenceKV:
+        """The KV of the tokens already computed, as many as `cached_tokens`."""
         if sequence.ticket in self._partial:
             return self._partial[sequence.ticket].read(0)
         return self._read_blocks(sequence, self._match_prefix(sequence))
@@ -275,10 +279,10 @@ class PlainRunner(PromptRunner):
 
     @property
     def available_pages(self) -> int:
-        return 0
+        return 0  # `pages_needed` is 0 as well: every slot may grow to the whole context, so rows alone limit
 
     def pages_needed(self, sequence: Sequence) -> int:
-        return 0  # the number of rows is limited, so that each of them may grow to the whole context
+        return 0
 
     @torch.no_grad()
     def start_prefill(self, sequences: list[Sequence]) -> None:
@@ -292,12 +296,12 @@ class PlainRunner(PromptRunner):
     def in_flight(self) -> list[Sequence]:
         return [sequence for output in self._finished for sequence in output.sequences]
 
-    def finished_prefills(self, wait: bool) -> list[list[Sequence]]:
-        return [output.sequences for output in self._finished]
+    def next_prefill(self, block: bool) -> list[Sequence]:
+        return self._finished[0].sequences if self._finished else []
 
     @torch.no_grad()
     def finish_prefill(self, sequences: list[Sequence]) -> list[Choice]:
-        output = next(output for output in self._finished if output.sequences is sequences)
+        output = next(output for output in self._finished if output.sequences == sequences)
         self._finished = tuple([other for other in self._finished if other is not output])
         choices = sample(output.logits, [sequence.draw() for sequence in sequences])
         self._admit_all(output, choices)
@@ -306,7 +310,7 @@ class PlainRunner(PromptRunner):
     @torch.no_grad()
     def decode(self, sequences: list[Sequence]) -> list[list[Choice]]:
         by_ticket = {sequence.ticket: sequence for sequence in sequences}
-        tickets = self.slots.arrange_rows({sequence.ticket: sequence.cached_length for sequence in sequences})
+        tickets = self.slots.arrange_rows({sequence.ticket: sequence.num_computed_tokens for sequence in sequences})
         rows = [by_ticket[ticket] for ticket in tickets]
         ids = torch.tensor([row.ids[-1:] for row in rows], device=self.model.device)  # [B, 1]
         hidden = self.model.extend(ids, self.slots, check=False)[:, 0]  # [B, D]
@@ -315,8 +319,8 @@ class PlainRunner(PromptRunner):
 
     def free_except(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         tickets = {sequence.ticket for sequence in waiting}
-        self.slots.free_except({sequence.ticket: sequence.cached_length for sequence in running})
-        self.blocks.free_except({SLOTS})  # blocks that an interrupted `_cache_prompt` left
+        self.slots.free_except({sequence.ticket: sequence.num_computed_tokens for sequence in running})
+        self.blocks.free_except({SLOT_HOLDER})  # blocks that an interrupted `_cache_prompt` left
         self._drop_partial_except(tickets)
         self._finished = tuple(
             [output for output in self._finished if any(each.ticket in tickets for each in output.sequences)]
@@ -324,12 +328,12 @@ class PlainRunner(PromptRunner):
 
     def _admit(self, sequence: Sequence, kv: SequenceKV) -> None:
         table = self._table(sequence.trajectory)
-        loops, tokens = self.slots.size_for(sequence.trajectory.budget, sequence.kv_capacity)
+        loops, tokens = self.slots.size_for(sequence.trajectory.budget, sequence.reserved_positions)
         # The pages first: cached blocks are evicted for them before the slots take the memory. Rounded up, slots of
         # full size may come to one page more than there are.
         pages = -(-self.slots.bytes_for(loops, tokens) // self._page_bytes)
-        self.blocks.reserve(SLOTS, min(pages, self.blocks.pages))
-        self.slots.grow(loops, tokens, table)
+        self.blocks.reserve(SLOT_HOLDER, min(pages, self.blocks.pages))
+        self.slots.grow(loops, tokens, table)  # `admit` asserts that the slots are large enough
         self.slots.admit(sequence.ticket, table, kv, len(sequence.request.prompt))
         if self._share_prompts:
             self._cache_prompt(sequence, kv)
@@ -349,5 +353,8 @@ class PlainRunner(PromptRunner):
         self.blocks.free(sequence.ticket)  # the sequence reads its slot, so nobody holds these blocks
 
     def _read_blocks(self, sequence: Sequence, prefix: tuple[KVBlock, ...]) -> SequenceKV:
-        stored = torch.cat([block.kv for block in prefix if block.kv is not None], dim=-2)
-        return SequenceKV(sequence.trajectory, list(stored))
+        parts = list[Tensor]()
+        for block in prefix:
+            assert block.kv is not None  # `_cache_prompt` fills a block before it is cached
+            parts.append(block.kv)
+        return SequenceKV(sequence.trajectory, list(torch.cat(parts, dim=-2)))

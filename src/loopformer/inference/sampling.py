@@ -39,8 +39,8 @@ def to_choices(chosen: Tensor) -> list[Choice]:
         return [Choice(int(token), logprob) for token, logprob in chosen.tolist()]
     choices = []
     for token, logprob, *others in chosen.tolist():
-        alternatives = tuple(zip(map(int, others[:count]), others[count:], strict=True))
-        choices.append(Choice(int(token), logprob, alternatives))
+        top_logprobs = tuple(zip(map(int, others[:count]), others[count:], strict=True))
+        choices.append(Choice(int(token), logprob, top_logprobs))
     return choices
 
 
@@ -48,7 +48,7 @@ def sample_async(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """What `sample` returns, as one tensor [B, 2 + 2N] on the device of the logits, without waiting for the device.
 
     Each row has the token and its log-probability, then the N most likely tokens and their log-probabilities, where
-    N is the largest number of alternatives in `draws`. fp32 holds every token id exactly.
+    N is the largest `top_logprobs` of `draws`. fp32 holds every token id exactly.
     """
     scores = logits
     if not all(draw.sampling.is_argmax for draw in draws):
@@ -61,7 +61,7 @@ def sample_async(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     tokens = scores.argmax(-1, keepdim=True)
     logprobs = logits.float().log_softmax(-1)
     columns = [tokens.float(), logprobs.gather(1, tokens)]
-    if count := max(draw.alternatives for draw in draws):
+    if count := max(draw.top_logprobs for draw in draws):
         likely, values = most_likely(logprobs, count)
         columns += [likely.float(), values]
     return torch.cat(columns, 1)

@@ -1,16 +1,17 @@
-"""Which waiting sequences to prefill, and in which order: decided here for every runner.
+"""Which waiting sequences to prefill, and in which order: decided here alone, for every runner.
 
 scheduler = Scheduler(queue=64)
 scheduler.add(sequence)                          # Busy when the queue is full
 scheduler.running, scheduler.waiting             # in the order of arrival
 groups = scheduler.plan_prefills(runner, scheduler.prefill_token_limit(runner))
 
-Every running sequence gets a token at every step; there is no preemption. Clients take turns: a waiting sequence
-has the turn after the last one of its client, but no earlier turn than the one that is served now. So a client that
-sends many delays its own sequences only, and a newcomer is served next. A client's turns go to its own sequences by
+Clients take turns. Each client's requests take consecutive turns, starting at the current turn. So a client that
+sends many requests delays only its own, and a new client is served next. A client's turns go to its own requests by
 priority and arrival: a level of priority is worth a second of waiting. So nobody starves.
 
-While sequences decode, a step runs only one chunk of prompts, so that none of them waits long for its next token.
+Every running sequence is decoded at every step; there is no preemption. On a GPU, FusedRunner decides at which loop
+a prefilled sequence joins those that decode (`_join` in fused/runner.py). While sequences decode, a step runs only
+one chunk of prompts, so that none of them waits long for its next token.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from loopformer.inference.sequence import Sequence, Status
 if TYPE_CHECKING:
     from loopformer.inference.runner import Runner
 
-IDLE_PREFILL_TOKENS = 2048  # prompt tokens per step when nothing decodes; otherwise the runner's `prefill_chunk`
+IDLE_PREFILL_TOKENS = 2048  # prompt tokens per step when nothing decodes; otherwise one chunk
 PRIORITY_SECONDS = 1.0  # of waiting that a level of priority is worth
 
 
@@ -91,14 +92,15 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if sequence.status is Status.RUNNING]
+        return self.split()[0]
 
     @property
     def waiting(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if sequence.status is Status.WAITING]
+        return self.split()[1]
 
     def split(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """The running, waiting and finished sequences, in one pass."""
+        """The running, waiting and finished sequences. In one pass, because another thread may cancel a sequence
+        meanwhile, and it must not be in two of the lists."""
         running, waiting, finished = list[Sequence](), list[Sequence](), list[Sequence]()
         for sequence in self.sequences:
             status = sequence.status  # compared, as the hash of an enum's member is a slow call
@@ -134,14 +136,16 @@ class Scheduler:
             self._next_turns = {client: turn for client, turn in self._next_turns.items() if client in clients}
 
     def prefill_token_limit(self, runner: Runner) -> int:
-        """How many prompt tokens the next step may run."""
+        """How many prompt tokens the next step may run: one chunk while sequences decode."""
         is_decoding = any(sequence.status is Status.RUNNING for sequence in self.sequences)
-        return runner.prefill_chunk if is_decoding else IDLE_PREFILL_TOKENS
+        return runner.chunk_tokens if is_decoding else IDLE_PREFILL_TOKENS
 
     def plan_prefills(self, runner: Runner, tokens: int) -> list[list[Sequence]]:
         """The groups of waiting sequences to prefill now. Stops after the prompt that reaches the limit of tokens.
 
-        The prompts of a group are run together, so they have about the same length.
+        The prompts of a group are run together, so they have about the same length. Start all groups before blocks
+        are freed or evicted for anything else. A prompt whose cached prefix has gone runs more tokens than planned.
+        Its group may then need more positions than the context has, or more pages than there are, and fail.
         """
         in_flight, limit, free_rows = runner.in_flight(), runner.max_in_flight, runner.free_rows
         # Checked first: at most steps of a busy engine no row is free.
@@ -149,7 +153,7 @@ class Scheduler:
             return []
         free_pages = runner.available_pages
         tickets = {sequence.ticket for sequence in in_flight}
-        pending = PendingPrefixes(runner.share_tokens)
+        pending = PendingPrefixes(runner.block_tokens)
         for sequence in in_flight:
             pending.add(sequence)
         chosen: list[Candidate] = []
@@ -166,10 +170,10 @@ class Scheduler:
             candidate = Candidate(len(sequence.request.prompt) - cached, cached, sequence)
             chosen.append(candidate)
             self._turn = max(self._turn, sequence.turn)
-            tokens -= min(candidate.new_tokens, runner.prefill_chunk)
-            if candidate.new_tokens > runner.prefill_chunk or tokens <= 0:
+            tokens -= min(candidate.new_tokens, runner.chunk_tokens)
+            if candidate.new_tokens > runner.chunk_tokens or tokens <= 0:
                 break
-        return _group_by_length(chosen, runner.prefill_chunk)
+        return _group_by_length(chosen, runner.chunk_tokens)
 
     def order_waiting(self) -> list[Sequence]:
         """The waiting sequences in the order in which they are served. Another policy belongs here."""
@@ -181,7 +185,7 @@ class Scheduler:
             turns = sorted([sequence.turn for sequence in sequences])
             for sequence, turn in zip(sequences, turns, strict=True):
                 sequence.turn = turn
-        # Prompts that were begun come first: they may hold pages that the others wait for.
+        # Started prompts come first: their chunks may hold pages that the others wait for.
         return sorted(waiting, key=lambda each: (each.started_at is None, each.turn, _own_deadline(each)))
 
 
@@ -190,13 +194,13 @@ def _own_deadline(sequence: Sequence) -> float:
     return sequence.arrived_at + PRIORITY_SECONDS * sequence.request.priority
 
 
-def _group_by_length(chosen: list[Candidate], prefill_chunk: int) -> list[list[Sequence]]:
+def _group_by_length(chosen: list[Candidate], chunk_tokens: int) -> list[list[Sequence]]:
     """Groups in which the shortest has three quarters of the longest, so that at most a quarter is padding. They
     are in the order of their first members."""
     groups: list[list[Sequence]] = []
     longest = 0
     for new_tokens, cached_tokens, sequence in sorted(chosen, key=lambda candidate: -candidate.new_tokens):
-        is_alike = 0 < longest <= prefill_chunk and 4 * new_tokens >= 3 * longest
+        is_alike = 0 < longest <= chunk_tokens and 4 * new_tokens >= 3 * longest
         if is_alike and cached_tokens + longest <= sequence.context:  # padding needs positions, too
             groups[-1].append(sequence)
         else:

@@ -8,7 +8,7 @@ Tokens and text change by one assignment: `append`, `fail` and `cancel` compute 
 last. So after an error or Ctrl-C at any moment a sequence is as it was before the call or as it is after it.
 
 A new rule for when a text ends belongs in `_find_end` (by tokens) or in `TextStream._cut_at_stop` (by text). A
-limit on the memory of a sequence belongs in `kv_capacity` (request.py).
+limit on the memory of a sequence belongs in `positions_to_reserve` (request.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from typing import NamedTuple
 from loopformer.config.model import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.detokenizer import Detokenizer, TextStream
-from loopformer.inference.request import Alternatives, Choice, Draw, Event, Reason, Request, Result, kv_capacity
+from loopformer.inference.request import (
+    Choice,
+    Draw,
+    Event,
+    Reason,
+    Request,
+    Result,
+    TopLogprobs,
+    positions_to_reserve,
+)
 from loopformer.trajectory import Trajectory
 
 NOT_A_NUMBER = "The model's output is not a number; are its weights damaged, or too large for bf16?"
@@ -47,7 +56,7 @@ class Progress(NamedTuple):
     text: TextStream
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    alternatives: tuple[Alternatives, ...] = ()  # of each token, if the request wants any
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # of each token, if the request wants any
     status: Status = Status.WAITING
     result: Result | None = None
 
@@ -77,9 +86,10 @@ class Sequence:
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else int(seed)
         self.has_failed = False  # whether its work failed at the last try
-        self.kv_capacity = kv_capacity(len(request.prompt), request.max_tokens, config.context)
+        self.reserved_positions = positions_to_reserve(request, config.context)
+        assert self.reserved_positions >= len(request.prompt), "a prompt is run whole"
         # The last token is never run, so it needs no position in the KV cache.
-        self.max_new_tokens = min(request.max_tokens, self.kv_capacity - len(request.prompt) + 1)
+        self.max_new_tokens = min(request.max_tokens, self.reserved_positions - len(request.prompt) + 1)
         self._prefilled = 0  # the most tokens of its prompt that were run in chunks
         self._end_token = tokenizer.eot
         self.initial = Progress(TextStream(tokenizer, request.stops, after=request.prompt))
@@ -105,19 +115,20 @@ class Sequence:
         return (*self.request.prompt, *self.progress.ids)
 
     @property
-    def length(self) -> int:
+    def num_tokens(self) -> int:
+        """How many tokens prompt and text have."""
         return len(self.request.prompt) + len(self.progress.ids)
 
     @property
-    def cached_length(self) -> int:
-        """How many tokens are in the KV cache: all but the last new one, which is the input of the next step."""
-        return self.length - bool(self.progress.ids)
+    def num_computed_tokens(self) -> int:
+        """How many tokens have KV once the prompt was run: all but the last new one, the input of the next step."""
+        return self.num_tokens - bool(self.progress.ids)
 
     def draw(self) -> Draw:
         """The settings and noise of the next token."""
         sampling = self.request.sampling
         history = self.history if sampling.repetition_penalty != 1 else ()
-        return Draw(sampling, self.seed, self.length, history, self.request.alternatives)
+        return Draw(sampling, self.seed, self.num_tokens, history, self.request.top_logprobs)
 
     def advance_prefill(self, tokens: int) -> None:
         """Note how many tokens of its prompt were run in chunks. Only progress beyond the furthest chunk so far
@@ -146,11 +157,11 @@ class Sequence:
             reason = "stop"
         if reason is not None:
             text.finish()
-        alternatives = before.alternatives
-        if count := self.request.alternatives:  # cut off what another row of the batch has requested
-            alternatives += tuple([choice.alternatives[:count] for choice in new])
+        top_logprobs = before.top_logprobs
+        if count := self.request.top_logprobs:  # cut off what another row of the batch has requested
+            top_logprobs += tuple([choice.top_logprobs[:count] for choice in new])
         logprobs = before.logprobs + tuple([choice.logprob for choice in new])
-        after = Progress(text, before.ids + tuple(tokens), logprobs, alternatives, Status.RUNNING)
+        after = Progress(text, before.ids + tuple(tokens), logprobs, top_logprobs, Status.RUNNING)
         if reason is not None:
             result = self._make_result(after, reason, NOT_A_NUMBER)
             after = after._replace(status=Status.FINISHED, result=result)
@@ -176,7 +187,7 @@ class Sequence:
         piece = now.text.text[before.text.shown : now.text.shown]
         ids, logprobs = now.ids[first:], now.logprobs[first:]
         choices = (
-            map(Choice, ids, logprobs, now.alternatives[first:]) if now.alternatives else map(Choice, ids, logprobs)
+            map(Choice, ids, logprobs, now.top_logprobs[first:]) if now.top_logprobs else map(Choice, ids, logprobs)
         )
         return Event(self.ticket, piece, now.result, tuple(choices), self.started_at)
 

@@ -29,11 +29,6 @@ class SequenceKV:
     trajectory: Trajectory
     loops: list[Tensor]  # [k, 2, H, T, D/H] for each loop: few tensors, because each copy costs a launch
 
-    def copy(self) -> "SequenceKV":
-        """The same keys and values in new memory."""
-        # One stack copies all loops at once; the list holds its slices.
-        return SequenceKV(self.trajectory, list(torch.stack(self.loops)) if self.loops else [])
-
 
 @dataclass(frozen=True)
 class LoopPlan:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator
 
 from loopformer.inference.detokenizer import REPLACEMENT_CHARACTER
-from loopformer.inference.request import Alternatives, Choice, Event, Reason
+from loopformer.inference.request import Choice, Event, Reason, TopLogprobs
 from loopformer.model.cost import Cost
 from loopformer.serving.messages import TokenScore
 from loopformer.serving.protocol import AnswerBody, Job, Served
@@ -131,7 +131,7 @@ class LensAnswer(AnswerBody):
     loops: list[LensLoop]
 
 
-def lens_answer(served: Served, trajectory: Trajectory, rows: Sequence[Alternatives]) -> LensAnswer:
+def lens_answer(served: Served, trajectory: Trajectory, rows: Sequence[TopLogprobs]) -> LensAnswer:
     loops = []
     for number, (row, start, step) in enumerate(zip(rows, trajectory.times, trajectory.steps, strict=True), 1):
         top = [LensToken(id=token, token=served.token_text(token), logprob=logprob) for token, logprob in row]
@@ -251,7 +251,7 @@ class CompletionWriter(AnswerWriter):
             tokens=[self._served.token_text(token) for token in ids],
             token_ids=ids,
             token_logprobs=[score.logprob for score in scores],
-            top_logprobs=[self._by_text(score.alternatives) for score in scores]
+            top_logprobs=[self._by_text(score.top_logprobs) for score in scores]
             if self._job.alternatives
             else None,
             text_offset=self._offsets(index, ids),
@@ -272,7 +272,7 @@ class CompletionWriter(AnswerWriter):
         self._offset_states[index] = end, incomplete
         return offsets
 
-    def _by_text(self, alternatives: Alternatives) -> dict[str, float] | None:
+    def _by_text(self, alternatives: TopLogprobs) -> dict[str, float] | None:
         # Tokens may share a text: in reverse order the most likely one overwrites the others. Then sort back.
         best = {self._served.token_text(token): value for token, value in reversed(alternatives)}
         return dict(reversed(best.items())) or None

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
-from loopformer.inference.request import Alternatives, Event, Request
+from loopformer.inference.request import Event, Request, TopLogprobs
 from loopformer.trajectory import Trajectory
 
 
@@ -97,7 +97,7 @@ class TokenScore(NamedTuple):
     """A token's log-probability, and the most likely tokens at its position. The first token has neither."""
 
     logprob: float | None
-    alternatives: Alternatives
+    top_logprobs: TopLogprobs
 
 
 class PromptScores(NamedTuple):
@@ -109,7 +109,7 @@ class PromptScores(NamedTuple):
 class LensScores(NamedTuple):
     """The most likely next tokens after each loop."""
 
-    loops: list[Alternatives]
+    loops: list[TopLogprobs]
 
 
 Content = Event | PromptScores | LensScores

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed, nearest, require
-from loopformer.inference.request import MAX_PRIORITY, Request, Sampling, kv_capacity
+from loopformer.inference.request import MAX_PRIORITY, Request, Sampling, positions_to_reserve
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
 
@@ -472,8 +472,12 @@ class Job:
 
     def kv_bytes(self, served: Served, trajectory: Trajectory) -> int:
         """The bytes of keys and values that the texts may need along a trajectory."""
-        tokens = sum(kv_capacity(len(prompt), self.max_tokens, served.config.context) for prompt in self.prompts)
-        return self.n * tokens * served.cost.kv_bytes(trajectory.budget, served.value_bytes)
+        if self.max_tokens:
+            requests, context = self.requests(trajectory), served.config.context
+            positions = sum(positions_to_reserve(request, context) for request in requests)
+        else:  # only the prompts are scored
+            positions = self.n * sum(map(len, self.prompts))
+        return positions * served.cost.kv_bytes(trajectory.budget, served.value_bytes)
 
     def requests(self, trajectory: Trajectory) -> list[Request]:
         """The engine's requests. The i-th text of a prompt draws with `seed + i`."""

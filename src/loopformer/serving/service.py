@@ -36,7 +36,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_late
 from prometheus_client import Counter as CountMetric
 
 from loopformer.errors import LoopformerError, RunFailed, require
-from loopformer.inference.request import Alternatives, Event, Result
+from loopformer.inference.request import Event, Result, TopLogprobs
 from loopformer.serving.answers import EMPTY_TEXT, FINISH_REASONS, Usage, count_usage
 from loopformer.serving.engine_process import Call, EngineProcess, shutdown_error
 from loopformer.serving.messages import Content, EngineStats, LensScores, PromptScores, TokenScore
@@ -317,7 +317,7 @@ class Service:
 
     async def lens(
         self, path: str, ids: tuple[int, ...], trajectory: Trajectory, top: int, client: str
-    ) -> list[Alternatives]:
+    ) -> list[TopLogprobs]:
         """The most likely next tokens after each loop."""
         with self._admit(path, 1, lambda _: 0, trajectory, trajectory.budget, client) as (_, log_fields):
             log_fields |= {"trajectory": str(trajectory), "prompt_tokens": len(ids)}

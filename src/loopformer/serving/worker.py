@@ -43,7 +43,7 @@ from loopformer.device import dtype_of
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.chat import ChatTemplate
 from loopformer.inference.engine import Engine, warm_up
-from loopformer.inference.request import Alternatives
+from loopformer.inference.request import TopLogprobs
 from loopformer.inference.sequence import Sequence, Status
 from loopformer.lm import LM, load, move_to_device
 from loopformer.loading import from_model_folder
@@ -274,7 +274,7 @@ def _client_error(error: Exception) -> LoopformerError:
 
 
 @torch.no_grad()
-def top_tokens_by_loop(model: LoopedLM, ids: list[int], trajectory: Trajectory, top: int) -> list[Alternatives]:
+def top_tokens_by_loop(model: LoopedLM, ids: list[int], trajectory: Trajectory, top: int) -> list[TopLogprobs]:
     """The `top` most likely next tokens after each loop, as if the model stopped there."""
     states = model(_batch(model, ids), trajectory, logits=False, states=True).states
     last = model.final_norm(torch.stack([state[0, -1] for state in states]))  # [M, D]
@@ -300,7 +300,7 @@ def _batch(model: LoopedLM, ids: list[int]) -> Tensor:
     return torch.tensor([ids], dtype=torch.long, device=model.device)
 
 
-def _alternatives(logprobs: Tensor, top: int) -> list[Alternatives]:
+def _alternatives(logprobs: Tensor, top: int) -> list[TopLogprobs]:
     tokens, values = most_likely(logprobs, top)
     return [
         tuple(zip(row, likely, strict=True)) for row, likely in zip(tokens.tolist(), values.tolist(), strict=True)

@@ -59,14 +59,14 @@ def launch_decoding(dtype: torch.dtype, **options: Any) -> None:
     model.extend(torch.tensor([[1, 2, 3]]), kv)
     for slot in range(256):
         batch.fill(slot, [0, 1, 2, 3], kv.read(0), 3, table)
-    batch.start_tokens({0: (4, 3)})
+    batch.set_tokens_from_host({0: (4, 3)})
     for rows in (2, 256):  # with and without splits of the keys
         batch.run(range(rows), 1)
         batch.next_tokens(range(rows), range(rows))
     for overlap in ({"PDL": False}, {"PDL": True, "launch_pdl": True}):
         batch._single_row = None
         batch._single_rows.clear()
-        batch._enter_single_row(0, 2)._launch = overlap
+        batch._load_single_row(0, 2)._launch = overlap
         batch.single_row_greedy(0, 2, 3)
         batch.single_row_sampled(0, 2)
 

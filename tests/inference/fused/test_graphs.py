@@ -98,7 +98,7 @@ def start_single_row(batch: DecodeBatch, text: list[int], trajectory: Trajectory
     pages = range(2 * trajectory.budget)
     batch.fill(0, pages, cache.read(0), len(text), model.condition(trajectory))
     text.append(int(model.head(hidden[0, -1])[: model.config.vocab].argmax()))
-    batch.start_tokens({0: (text[-1], len(text) - 1)})
+    batch.set_tokens_from_host({0: (text[-1], len(text) - 1)})
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_tokens_of_a_single_row_equal_the_plain_path(options: dict[str, Any], sc
         logits = batch.single_row_logits(0, budget)[0]
         expected = plain_logits(model, text, trajectory)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        batch.begin_tokens([0], logits.argmax(-1, keepdim=True))
+        batch.set_tokens_from_device([0], logits.argmax(-1, keepdim=True))
         text.append(int(logits.argmax()))
         for _ in range(3 if INTERPRETED else 6):
             token, logprob = batch.single_row_greedy(0, budget, len(text) - 1).wait()[0].tolist()

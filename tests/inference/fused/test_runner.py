@@ -82,7 +82,7 @@ def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]
             taken = [next(pages) for _ in range(3 * trajectory.budget)]
             batch.fill(slot, taken, cache.read(0), len(text), model.condition(trajectory))
             text.append(int(model.head(hidden[0, -1])[:30].argmax()))
-        batch.start_tokens({slot: (text[-1], len(text) - 1) for slot, text in enumerate(texts)})
+        batch.set_tokens_from_host({slot: (text[-1], len(text) - 1) for slot, text in enumerate(texts)})
         loops = [0, 0, 0]
         for _ in range(6):
             batch.run([2, 0, 1])
@@ -94,7 +94,7 @@ def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]
                 expected = model(torch.tensor([texts[slot]], device=DEVICE), along[slot]).logits[0, -1, :30]
                 torch.testing.assert_close(logits[number], expected, atol=1e-4, rtol=1e-4)
             tokens = logits.argmax(-1)
-            batch.begin_tokens(slots, tokens)
+            batch.set_tokens_from_device(slots, tokens)
             for slot, token in zip(slots, tokens.tolist(), strict=True):
                 texts[slot].append(token)
                 loops[slot] = 0
@@ -183,7 +183,7 @@ def test_a_request_cancelled_while_its_prompt_is_under_way_takes_nothing_with_it
 def test_a_request_that_can_never_come_in_ends_with_the_reason(
     model: LoopedLM, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    monkeypatch.setattr(FusedRunner, "prefill_chunk", 8)  # the longer one is run in pieces
+    monkeypatch.setattr(FusedRunner, "chunk_tokens", 8)  # the longer one is run in pieces
     runner = runner_of(model)
     engine = Engine(model, Letters(), runner)
     fill: Any = runner._batch.fill
@@ -215,7 +215,7 @@ def test_a_request_that_can_never_come_in_ends_with_the_reason(
 def test_texts_are_those_of_the_plain_path(
     model: LoopedLM, expected: list[Result], pages: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FusedRunner, "prefill_chunk", piece)  # of a prompt, at a time
+    monkeypatch.setattr(FusedRunner, "chunk_tokens", piece)  # of a prompt, at a time
     runner = runner_of(model, pages)
     results = finished(Engine(model, Letters(), runner), asked(model))
     same(results, expected)
@@ -241,12 +241,12 @@ def test_drawn_texts_are_those_of_the_plain_path(model: LoopedLM, rows: int) -> 
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_alternatives_are_those_of_the_plain_path(model: LoopedLM, together: bool) -> None:
+def test_top_logprobs_are_those_of_the_plain_path(model: LoopedLM, together: bool) -> None:
     """Whether the next token is chosen in a graph, for a single row, or on the host because of a penalty."""
     draws = [(Sampling(), 3), (Sampling(temperature=1.2, seed=1), 2), (Sampling(), 0)]
     draws.append((Sampling(repetition_penalty=1.5), 4))
     requests = [
-        Request((3, 1, 4), Trajectory.uniform(2), sampling, max_tokens=4, alternatives=count)
+        Request((3, 1, 4), Trajectory.uniform(2), sampling, max_tokens=4, top_logprobs=count)
         for sampling, count in draws
     ]
 
@@ -262,10 +262,10 @@ def test_alternatives_are_those_of_the_plain_path(model: LoopedLM, together: boo
     fused, plain = choices(runner_of(model)), choices(PlainRunner(model, 3))
     for request, found, wanted in zip(requests, fused, plain, strict=True):
         assert [one.token for one in found] == [one.token for one in wanted]
-        assert all(len(one.alternatives) == request.alternatives for one in found)
+        assert all(len(one.top_logprobs) == request.top_logprobs for one in found)
         torch.testing.assert_close(
-            torch.tensor([one.alternatives for one in found]),
-            torch.tensor([one.alternatives for one in wanted]),
+            torch.tensor([one.top_logprobs for one in found]),
+            torch.tensor([one.top_logprobs for one in wanted]),
             atol=1e-4,
             rtol=1e-4,
         )

@@ -1,4 +1,4 @@
-"""Reusable decode batches, and the weights that kernels read. Importable without Triton.
+"""Reusable decode batches. Importable without Triton.
 
 pool = BatchPool(model)                  # if unsupported_reason(model) is None
 with pool.batch(slots=4) as batch:
@@ -12,16 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING
 
-import torch.nn.functional as F
-from torch import Tensor
-
 from loopformer.device import available_bytes
-from loopformer.model.block import EPSILON
 from loopformer.model.looped import LoopedLM
 
 if TYPE_CHECKING:
@@ -37,27 +32,6 @@ def unsupported_reason(model: LoopedLM) -> str | None:
         return f"has no kernels for model.{model.config.fused_unsupported}"
     ready = model.tokens.weight.device.type == "cuda" and find_spec("triton") is not None
     return None if ready else "needs a CUDA device and Triton"
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model's matmul weights [N, K], row by row in memory, as the kernels read them."""
-
-    blocks: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # qkv, out, up and down of each block
-    head: Tensor  # [V, D]
-    embedding: Tensor  # [V, D], normalised where the model normalises it
-
-
-def weights_by_rows(model: LoopedLM) -> Weights:
-    """The model's weights for the kernels, copied only where they are not stored by rows or are normalised."""
-    blocks = []
-    for block in model.stack.typed_blocks():
-        linears = (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down)
-        qkv, out, up, down = (linear.weight.detach().contiguous() for linear in linears)
-        blocks.append((qkv, out, up, down))
-    tokens = model.tokens.weight.detach().contiguous()
-    embedding = F.rms_norm(tokens, tokens.shape[-1:], None, EPSILON) if model.config.start == "normed" else tokens
-    return Weights(blocks, tokens, embedding)
 
 
 class BatchPool:

@@ -1,15 +1,16 @@
 """Triton kernels of decoding on a GPU.
 
-Rows that share launches (launch.py): row i of a launch is slot `active_slots[i]`, and `loops` and `lengths` say at
-which loop and position the slot is. Each slot and loop has its modulations and its page table. A launch knows
-nothing else of its rows, so a CUDA graph of it serves any of them. A loop is enter_kernel and, for each block, the
-qkv matmul, attention, the out matmul, gated_norm_kernel, the up matmul, GELU, the down matmul, gated_norm_kernel.
+Rows that share launches (launch.py): row i of a launch is slot `active_slots[i]`, and `loops` and `positions` say
+at which loop and position the slot is. Each slot and loop has its modulations and its page table. A launch knows
+nothing else of its rows, so a CUDA graph of it serves any of them. A loop is begin_loop_kernel and, for each block,
+the qkv matmul, attention, the out matmul, gated_norm_kernel, the up matmul, GELU, the down matmul and
+gated_norm_kernel again.
 
 A single row (single_row.py): five launches for each block and loop: norm and qkv, attention, out and residual, norm
 and up and GELU, down and residual. Matmuls of one row are limited by reading the weight, so each program loads its
 rows of the weight before it waits for the kernel ahead of it.
 
-Shapes: B rows of a launch, S slots, L loops, K blocks, D width, H heads of width W, V vocabulary. All lengths are
+Shapes: B rows of a launch, S slots, L loops, K blocks, D width, H heads of width W, V vocabulary. Positions are
 read on the device, so that a graph can be replayed as a sequence grows. TRITON_INTERPRET=1 runs the kernels on the
 CPU.
 """
@@ -53,11 +54,11 @@ def gelu_kernel(x, count, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def enter_kernel(
+def begin_loop_kernel(
     active_slots,  # [B] the slot of each row
     loops,  # [S] the loop that each slot runs next
     ids,  # [S] tokens
-    lengths,  # [S] their positions
+    positions,  # [S] their positions
     embedding,  # [V, D] that the first loop starts from
     position_embedding,  # [context, D]
     modulations,  # [S, L, K, 4, D]: two gates and two scales, these less 1
@@ -82,7 +83,7 @@ def enter_kernel(
     if INJECTED or loop == 0:
         embedded = tl.load(embedding + tl.load(ids + slot) * D + k, mask=inside, other=0).to(tl.float32)
         if LEARNED:
-            embedded += tl.load(position_embedding + tl.load(lengths + slot) * D + k, mask=inside, other=0).to(
+            embedded += tl.load(position_embedding + tl.load(positions + slot) * D + k, mask=inside, other=0).to(
                 tl.float32
             )
         if loop == 0:
@@ -146,7 +147,7 @@ def gated_norm_kernel(
 def paged_attention_kernel(
     active_slots,  # [B]
     loops,  # [S]
-    lengths,  # [S] tokens before this one
+    positions,  # [S] of the new tokens, each also the number of tokens before it
     page_tables,  # [S, L, N] pages of each slot and loop, in the order of the tokens
     qkv,  # [B, 3D]
     kv_pages,  # [pages, K, 2, H, PAGE, W] keys and values
@@ -177,7 +178,7 @@ def paged_attention_kernel(
     row, h = head // H, head % H
     wait(PDL)
     slot = tl.load(active_slots + row)
-    length = tl.load(lengths + slot)
+    position = tl.load(positions + slot)
     page_table = page_tables + (slot * L + tl.load(loops + slot)) * N
     d = tl.arange(0, BLOCK_W)
     inside = d < W
@@ -186,8 +187,8 @@ def paged_attention_kernel(
     if ROTARY:
         other = tl.where(d < W // 2, d + W // 2, d - W // 2)
         sign = tl.where(d < W // 2, -1.0, 1.0)
-        cos = tl.load(cosines + length * (W // 2) + d % (W // 2), mask=inside, other=0)
-        sin = tl.load(sines + length * (W // 2) + d % (W // 2), mask=inside, other=0) * sign
+        cos = tl.load(cosines + position * (W // 2) + d % (W // 2), mask=inside, other=0)
+        sin = tl.load(sines + position * (W // 2) + d % (W // 2), mask=inside, other=0) * sign
         q = q * cos + tl.load(start_q + other, mask=inside, other=0).to(tl.float32) * sin
     q *= scale
     largest = float("-inf")
@@ -199,20 +200,20 @@ def paged_attention_kernel(
         if ROTARY:
             turned = tl.load(start_q + H * W + other, mask=inside, other=0).to(tl.float32) * sin
             k = (k.to(tl.float32) * cos + turned).to(k.dtype)
-        page = tl.load(page_table + length // PAGE).to(tl.int64)
-        keys = kv_pages + (((page * K + BLOCK) * 2 * H + h) * PAGE + length % PAGE) * W
+        page = tl.load(page_table + position // PAGE).to(tl.int64)
+        keys = kv_pages + (((page * K + BLOCK) * 2 * H + h) * PAGE + position % PAGE) * W
         tl.store(keys + d, k, mask=inside)
         tl.store(keys + H * PAGE * W + d, v, mask=inside)
         largest = tl.sum(q * k.to(tl.float32))
         weight = 1.0
         out_sum = v.to(tl.float32)
-    pages_per_split = tl.cdiv(tl.cdiv(length, PAGE), SPLITS)
+    pages_per_split = tl.cdiv(tl.cdiv(position, PAGE), SPLITS)
     n = tl.arange(0, PAGE)
     # Clamped, because an empty split may begin behind the end of the table.
     page = tl.load(page_table + tl.minimum(split * pages_per_split, N - 1)).to(tl.int64)
-    for index in range(split * pages_per_split, tl.minimum(tl.cdiv(length, PAGE), (split + 1) * pages_per_split)):
+    for index in range(split * pages_per_split, tl.minimum(tl.cdiv(position, PAGE), (split + 1) * pages_per_split)):
         keys = kv_pages + ((page * K + BLOCK) * 2 * H + h) * PAGE * W + n[:, None] * W + d[None, :]
-        valid = index * PAGE + n < length
+        valid = index * PAGE + n < position
         mask = valid[:, None] & inside[None, :]
         k = tl.load(keys, mask=mask, other=0).to(tl.float32)
         v = tl.load(keys + H * PAGE * W, mask=mask, other=0).to(tl.float32)
@@ -245,19 +246,19 @@ def paged_attention_kernel(
 
 
 @triton.jit
-def begin_kernel(
+def set_token_kernel(
     finished_slots,  # [B] whose tokens have been chosen
     choices,  # [B, 2] the tokens, and their log-probabilities
     ids,  # [S]
-    lengths,
+    positions,
     loops,
     spare_slot,  # of padding rows; it stays at position 0
 ):
-    """Put the next token of each slot one position further, at its first loop."""
+    """Set the next token of each slot, one position further and at its first loop."""
     row = tl.program_id(0)
     slot = tl.load(finished_slots + row)
     tl.store(ids + slot, tl.load(choices + row * 2).to(tl.int64))
-    tl.store(lengths + slot, tl.where(slot == spare_slot, 0, tl.load(lengths + slot) + 1))
+    tl.store(positions + slot, tl.where(slot == spare_slot, 0, tl.load(positions + slot) + 1))
     tl.store(loops + slot, 0)
 
 
@@ -265,7 +266,7 @@ def begin_kernel(
 def choice_kernel(
     logits,  # [B, …] fp32
     finished_slots,  # [B]
-    lengths,  # [S] tokens before the one that was run; SINGLE_ROW: [1] tokens before the one that is chosen
+    positions,  # [S] of the tokens that were run; SINGLE_ROW: [1] of the token that is chosen
     settings,  # [S, 4] fp64: temperature, top-k, top-p, the logarithm of min-p (sampling.py)
     seeds,  # [S] int64
     choices,  # [B, 2] fp32: tokens, and their log-probabilities
@@ -296,23 +297,27 @@ def choice_kernel(
         top_k = tl.load(settings + slot * 4 + 1)
         top_p = tl.load(settings + slot * 4 + 2)
         log_min_p = tl.load(settings + slot * 4 + 3)
-        cold = 1.0 / tl.maximum(temperature.to(tl.float32), 1e-30)
+        inverse_temperature = 1.0 / tl.maximum(temperature.to(tl.float32), 1e-30)
         # Top-k and top-p keep the tokens above the rank `bound`. Of those at `bound`, in the order of their ids,
         # they keep each whose predecessors weigh less than `target` together.
         bound = tl.full([], LOWEST, tl.int64)
-        before = tl.full([], 0, tl.float64)
+        mass_above = tl.full([], 0, tl.float64)
         target = tl.full([], float("inf"), tl.float64)
         if top_k < vocab:
-            bound, _count = _smallest_below(row_logits, stride, vocab, top, cold, bound, top_k, True, BLOCK_N)
+            bound, _number_above = _smallest_below(
+                row_logits, stride, vocab, top, inverse_temperature, bound, top_k, True, BLOCK_N
+            )
         if top_p < 1:
-            total, _2, _3 = _weights_above(
-                row_logits, stride, vocab, top, cold, bound - 1, bound, bound, False, BLOCK_N
+            total, _above_2, _above_3 = _weights_above(
+                row_logits, stride, vocab, top, inverse_temperature, bound - 1, bound, bound, False, BLOCK_N
             )
             target = top_p * total
-            bound, before = _smallest_below(row_logits, stride, vocab, top, cold, bound, target, False, BLOCK_N)
-        each = tl.exp((_number(bound) - top) * cold).to(tl.float64)
+            bound, mass_above = _smallest_below(
+                row_logits, stride, vocab, top, inverse_temperature, bound, target, False, BLOCK_N
+            )
+        weight_at_bound = tl.exp((_number(bound) - top) * inverse_temperature).to(tl.float64)
         key = _hashed(
-            tl.load(seeds + slot).to(tl.uint64, bitcast=True) + _position(lengths, slot, SINGLE_ROW) * GOLDEN
+            tl.load(seeds + slot).to(tl.uint64, bitcast=True) + _position(positions, slot, SINGLE_ROW) * GOLDEN
         )
         best = tl.full([], float("-inf"), tl.float64)
         ties = 0
@@ -321,9 +326,10 @@ def choice_kernel(
             value = _logits(row_logits, start + n, stride, vocab)
             rank = _ordered(value).to(tl.int64)
             tied = (rank == bound) & inside
-            stands_before = before + (ties + tl.cumsum(tied.to(tl.int32), axis=0) - 1).to(tl.float64) * each
+            ties_before = (ties + tl.cumsum(tied.to(tl.int32), axis=0) - 1).to(tl.float64)
+            mass_before = mass_above + ties_before * weight_at_bound
             score = (value - top).to(tl.float64) / temperature
-            keep = ((rank > bound) | (tied & (stands_before < target))) & inside & (score >= log_min_p)
+            keep = ((rank > bound) | (tied & (mass_before < target))) & inside & (score >= log_min_p)
             if tl.max(keep.to(tl.int32)) > 0:  # noise costs most, and a block often keeps no token
                 bits = _hashed(key + (start + n).to(tl.uint64) * GOLDEN)
                 uniform = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52: never 0 and never 1
@@ -338,7 +344,9 @@ def choice_kernel(
 
 
 @triton.jit
-def _smallest_below(row_logits, stride, vocab, top, cold, kept, target, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
+def _smallest_below(
+    row_logits, stride, vocab, top, inverse_temperature, kept, target, COUNT: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """The smallest kept rank that has less than `target` above it, and how much that is: a search in quarters."""
     low = kept - 1
     high = _ordered(top).to(tl.int64)
@@ -346,7 +354,7 @@ def _smallest_below(row_logits, stride, vocab, top, cold, kept, target, COUNT: t
     while high - low > 1:
         rank_1, rank_2, rank_3 = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
         above_1, above_2, above_3 = _weights_above(
-            row_logits, stride, vocab, top, cold, rank_1, rank_2, rank_3, COUNT, BLOCK_N
+            row_logits, stride, vocab, top, inverse_temperature, rank_1, rank_2, rank_3, COUNT, BLOCK_N
         )
         low = tl.where(above_1 >= target, rank_1, low)
         low = tl.where(above_2 >= target, rank_2, low)
@@ -366,7 +374,16 @@ def _smallest_below(row_logits, stride, vocab, top, cold, kept, target, COUNT: t
 
 @triton.jit
 def _weights_above(
-    row_logits, stride, vocab, top, cold, rank_1, rank_2, rank_3, COUNT: tl.constexpr, BLOCK_N: tl.constexpr
+    row_logits,
+    stride,
+    vocab,
+    top,
+    inverse_temperature,
+    rank_1,
+    rank_2,
+    rank_3,
+    COUNT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """The weight of the logits of a rank above each of three ranks, or with COUNT their number.
 
@@ -386,7 +403,7 @@ def _weights_above(
     for start in range(0, vocab, BLOCK_N):
         value = _logits(row_logits, start + n, stride, vocab)
         rank = _ordered(value)
-        weight = 1.0 if COUNT else tl.exp(tl.maximum(value - top, -1e30) * cold)
+        weight = 1.0 if COUNT else tl.exp(tl.maximum(value - top, -1e30) * inverse_temperature)
         above_1 += tl.where(rank >= from_1, weight, 0.0)
         above_2 += tl.where(rank >= from_2, weight, 0.0)
         above_3 += tl.where(rank >= from_3, weight, 0.0)
@@ -416,11 +433,11 @@ def _number(rank):
 
 
 @triton.jit
-def _position(lengths, slot, SINGLE_ROW: tl.constexpr):
-    """The number of tokens before the one that is chosen."""
+def _position(positions, slot, SINGLE_ROW: tl.constexpr):
+    """The position of the token that is chosen."""
     if SINGLE_ROW:
-        return tl.load(lengths).to(tl.uint64)
-    return (tl.load(lengths + slot) + 1).to(tl.uint64)
+        return tl.load(positions).to(tl.uint64)
+    return (tl.load(positions + slot) + 1).to(tl.uint64)
 
 
 @triton.jit
@@ -434,7 +451,7 @@ def _hashed(bits):
 @triton.jit
 def embed_kernel(
     ids,  # [1]
-    lengths,  # [1]
+    positions,  # [1]
     embedding,  # [V, D] that the first loop starts from
     position_embedding,  # [context, D]
     injection,  # [D]
@@ -451,7 +468,7 @@ def embed_kernel(
     wait(PDL)
     value = tl.load(embedding + tl.load(ids) * width + k, mask=inside).to(tl.float32)
     if LEARNED:
-        value += tl.load(position_embedding + tl.load(lengths) * width + k, mask=inside).to(tl.float32)
+        value += tl.load(position_embedding + tl.load(positions) * width + k, mask=inside).to(tl.float32)
     if INJECTED:
         value *= tl.load(injection + k, mask=inside).to(tl.float32)
         value += tl.load(x + k, mask=inside)
@@ -465,10 +482,10 @@ def norm_linear_kernel(
     scale,  # [K]: the modulation's, less 1, or the norm's weight
     y,  # [N]
     best,  # [programs] largest output of each,
-    where,  # which output that is,
+    best_index,  # which output that is,
     mass,  # sums of exp(output - largest)
     N,
-    real,  # outputs from here on are padding
+    vocab,  # BEST: outputs from here on are padding
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -496,11 +513,11 @@ def norm_linear_kernel(
     if GELU:
         out = _gelu(out)
     if BEST:
-        out = tl.where(rows < real, out, float("-inf"))
+        out = tl.where(rows < vocab, out, float("-inf"))
         top = tl.max(out)
         tl.store(best + program, top)
-        tl.store(mass + program, tl.sum(tl.where(rows < real, tl.exp(out - top), 0.0)))
-        tl.store(where + program, program * ROWS + tl.argmax(out, axis=0))
+        tl.store(mass + program, tl.sum(tl.where(rows < vocab, tl.exp(out - top), 0.0)))
+        tl.store(best_index + program, program * ROWS + tl.argmax(out, axis=0))
     tl.store(y + rows, out, mask=rows < N)
 
 
@@ -537,11 +554,11 @@ def linear_residual_kernel(
 @triton.jit
 def advance_kernel(
     best,  # [programs]
-    where,
+    best_index,
     mass,
     logprobs,  # [context + 1] of `chosen`
     ids,  # [1]
-    lengths,
+    positions,
     chosen,  # [context + 1] tokens, indexed by the position of the token before
     programs,
     BLOCK_N: tl.constexpr,
@@ -550,16 +567,16 @@ def advance_kernel(
 ):
     """Advance the position of a single row. With GREEDY, also choose the most likely token as its next input."""
     wait(PDL)
-    length = tl.load(lengths)
+    position = tl.load(positions)
     if GREEDY:
         n = tl.arange(0, BLOCK_N)
         values = tl.load(best + n, mask=n < programs, other=float("-inf"))
         # If one is NaN it may be any token, but must be one.
-        token = tl.load(where + tl.minimum(tl.argmax(values, axis=0), programs - 1))
+        token = tl.load(best_index + tl.minimum(tl.argmax(values, axis=0), programs - 1))
         tl.store(ids, token)
-        tl.store(chosen + length, token)
+        tl.store(chosen + position, token)
         parts = tl.load(mass + n, mask=n < programs, other=0)
         # Of a program that has only padding, the largest output is minus infinity, and the sum is 0.
         total = tl.sum(tl.where(parts == 0, 0.0, parts * tl.exp(values - tl.max(values))))
-        tl.store(logprobs + length, -tl.log(total))
-    tl.store(lengths, length + 1)
+        tl.store(logprobs + position, -tl.log(total))
+    tl.store(positions, position + 1)

@@ -2,17 +2,17 @@
 
 batch = DecodeBatch(model, slots=64)                 # with memory for all that they may write, if there is so much
 batch.fill(3, pages, kv, length, condition, draw)    # slot 3 gets the keys and values of a prompt
-batch.start_tokens({3: (token, length)})             # its next token, at that position, is at its first loop
+batch.set_tokens_from_host({3: (token, position)})   # its next token is at its first loop
 
 Sequences share launches:
 batch.run([3, 5, 9], loops=2)                        # two loops of each slot, whichever loop each is at
 logits = batch.logits([1])                           # row 1 of that launch is slot 5, which has run its last loop
-batch.begin_tokens([5], tokens)                      # its next token
+batch.set_tokens_from_device([5], tokens)            # its next token
 choices = batch.next_tokens([1], [5])                # or both in one graph, with a token that the device chooses
 
 A sequence that runs alone has all loops of a token in one graph (single_row.py):
-logits = batch.single_row_logits(3, budget=8)        # then begin_tokens
-choices = batch.single_row_sampled(3, budget=8)      # or the device samples the next token, and begins it
+logits = batch.single_row_logits(3, budget=8)        # then set_tokens_from_device
+choices = batch.single_row_sampled(3, budget=8)      # or the device samples the next token, and sets it
 copy = batch.single_row_greedy(3, 8, position=20)    # or the most likely one, which runs while it is copied
 
 A slot is a sequence's index on the device. A row is its index within one launch. All loops have the same weights,
@@ -33,10 +33,10 @@ from torch import Tensor
 from loopformer.device import available_bytes, to_device_async
 from loopformer.errors import require
 from loopformer.inference.fused import kernels
-from loopformer.inference.fused.batch_pool import weights_by_rows
 from loopformer.inference.fused.graphs import HostCopy, SideStream, record
 from loopformer.inference.fused.prefill import PromptGraphs
 from loopformer.inference.fused.single_row import SingleRow, allocate_scratch, launch_attention
+from loopformer.inference.fused.weights import weights_by_rows
 from loopformer.inference.kv_cache import fingerprint, page_bytes
 from loopformer.inference.request import Draw
 from loopformer.inference.sampling import GREEDY, hashed_seed, kernel_settings
@@ -90,7 +90,7 @@ class DecodeBatch:
         # State of each slot. The last slot and the last page are spare: the padding rows of a launch use them.
         # No other row reads what they write.
         all_slots, loops = slots + 1, config.loops
-        self._ids, self._lengths, self._loops = integers(all_slots), integers(all_slots), integers(all_slots)
+        self._ids, self._positions, self._loops = integers(all_slots), integers(all_slots), integers(all_slots)
         self._x = torch.zeros(all_slots, config.width, device=like.device)
         # In fp32, as it also holds norm weights less 1, which bf16 would round.
         self._modulations = torch.zeros(all_slots, loops, config.blocks, 4, config.width, device=like.device)
@@ -206,18 +206,18 @@ class DecodeBatch:
                 modulation[:, number, scale] = norm.weight.detach().float() - 1
         return modulation
 
-    def start_tokens(self, tokens: Mapping[int, tuple[int, int]]) -> None:
-        """Put tokens from the host at their first loop: the token of each slot, and its position."""
-        self._leave_single_row()
+    def set_tokens_from_host(self, tokens: Mapping[int, tuple[int, int]]) -> None:
+        """Set the next token of each slot, and its position. They are at their first loop."""
+        self._unload_single_row()
         slots = to_device_async(list(tokens), self.device)
         state = to_device_async(list(tokens.values()), self.device)  # [B, 2]
-        self._ids[slots], self._lengths[slots], self._loops[slots] = state[:, 0], state[:, 1], 0
+        self._ids[slots], self._positions[slots], self._loops[slots] = state[:, 0], state[:, 1], 0
 
     # Launches that rows share, on the decode stream.
 
     def run(self, slots: Sequence[int], loops: int = 1) -> None:
         """Run so many loops of each of these slots. None of them may have fewer loops left."""
-        self._leave_single_row()
+        self._unload_single_row()
         rows = self._upload_indices("active_slots", slots, self.slots)
 
         def two_loops() -> None:
@@ -232,25 +232,25 @@ class DecodeBatch:
     def logits(self, finished_rows: Sequence[int]) -> Tensor:
         """Logits [B, V] of rows that ran their last loop, counted as their slots were given to `run`.
 
-        Call it right after that `run`, as the next launch overwrites the hidden states. Then call `begin_tokens`:
-        until then these slots are past their last loop. The logits are valid until the next call.
+        Call it right after that `run`, as the next launch overwrites the hidden states. The logits are valid until
+        the next call. These slots must not run until `set_tokens_from_device`: they have no loop left.
         """
         rows = self._upload_indices("finished_rows", finished_rows, 0)
         self._replay("head", rows, lambda: self._launch_head(rows))
         return self._logits[: len(finished_rows), : self.model.config.vocab]
 
-    def begin_tokens(self, slots: Sequence[int], tokens: Tensor) -> None:
-        """Put the next tokens [B] of these slots, one position further, at their first loop. Call it after `logits`
-        or `single_row_logits`."""
+    def set_tokens_from_device(self, slots: Sequence[int], tokens: Tensor) -> None:
+        """Set the next tokens [B] of these slots, one position further and at their first loop. Call it after
+        `logits` or `single_row_logits`."""
         if self._single_row is not None:  # `single_row_logits` has advanced the position, and counts no loops
             self._single_row[1].ids.copy_(tokens)
             return
         rows = self._upload_indices("finished_slots", slots, self.slots)
         self._choices[: len(slots), 0] = tokens
-        self._launch_begin(rows)
+        self._launch_set_tokens(rows)
 
     def next_tokens(self, finished_rows: Sequence[int], finished_slots: Sequence[int]) -> Tensor:
-        """Choose and begin the next tokens of rows that ran their last loop, and of their slots, as one graph.
+        """Choose the next tokens of rows that ran their last loop, and set them in their slots, as one graph.
 
         As with `logits`, call it right after `run`. Returns tokens and log-probabilities [B, 2], valid until the
         next choice.
@@ -263,27 +263,27 @@ class DecodeBatch:
     # Launches of a sequence that runs alone, on the decode stream. Each runs all loops of the slot's token.
 
     def single_row_logits(self, slot: int, budget: int) -> Tensor:
-        """Logits [1, V] of the next token, valid until the next call. Then call `begin_tokens`."""
-        row = self._enter_single_row(slot, budget)
+        """Logits [1, V] of the next token, valid until the next call. Then call `set_tokens_from_device`."""
+        row = self._load_single_row(slot, budget)
         row.replay(greedy=False)
         return row.logits[:, : self.model.config.vocab]
 
     def single_row_greedy(self, slot: int, budget: int, position: int) -> HostCopy:
-        """Run the token at this position and begin the most likely next one: it and its log-probability [1, 2], on
+        """Run the token at this position and set the most likely next one: it and its log-probability [1, 2], on
         their way to the host. The next token does not wait for this copy."""
-        row = self._enter_single_row(slot, budget)
+        row = self._load_single_row(slot, budget)
         row.replay(greedy=True)
         # `chosen` has an entry for each position, so later tokens of this sequence do not overwrite the one that is
-        # copied. Another sequence does, so `_enter_single_row` waits for the copies first.
+        # copied. Another sequence does, so `_load_single_row` waits for the copies first.
         with self._copy_stream.after_decode():
             return HostCopy(torch.stack((row.chosen[position].float(), row.logprobs[position]), 1))
 
     def single_row_sampled(self, slot: int, budget: int) -> Tensor:
-        """Sample and begin the next token: it and its log-probability [1, 2], valid until the next choice."""
-        row = self._enter_single_row(slot, budget)
+        """Sample and set the next token: it and its log-probability [1, 2], valid until the next choice."""
+        row = self._load_single_row(slot, budget)
         row.replay(greedy=False)
         self._upload_indices("finished_slots", [slot], self.slots)
-        self._launch_choice(row.logits, row.lengths, single_row=True)
+        self._launch_choice(row.logits, row.positions, single_row=True)
         row.ids.copy_(self._choices[:1, 0])
         return self._choices[:1]
 
@@ -292,19 +292,19 @@ class DecodeBatch:
         logits = self._logits if self._single_row is None else self._single_row[1].logits
         return logits[:rows, : self.model.config.vocab]
 
-    def _enter_single_row(self, slot: int, budget: int) -> SingleRow:
+    def _load_single_row(self, slot: int, budget: int) -> SingleRow:
         """The graphs of a slot that runs alone, after they have taken over the slot's state."""
         if self._single_row is None or self._single_row[0] != slot:
-            self._leave_single_row()
+            self._unload_single_row()
             if budget not in self._single_rows:
                 self._single_rows[budget] = SingleRow(
                     self.model, budget, self._weights, self._scratch, self._kv_pages
                 )
             row = self._single_rows[budget]
             self._copy_stream.decode_waits()  # otherwise this row would overwrite tokens that are being copied
-            row.enter(
+            row.load_slot(
                 self._ids[slot],
-                self._lengths[slot],
+                self._positions[slot],
                 self._page_tables[slot],
                 self._modulations[slot],
                 self._injection[slot],
@@ -312,11 +312,11 @@ class DecodeBatch:
             self._single_row = slot, row
         return self._single_row[1]
 
-    def _leave_single_row(self) -> None:
+    def _unload_single_row(self) -> None:
         """Write the token and position of a slot that ran alone back, before the slot joins a launch of others."""
         if self._single_row is not None:
             slot, row = self._single_row
-            self._ids[slot], self._lengths[slot], self._loops[slot] = row.ids[0], row.lengths[0], 0
+            self._ids[slot], self._positions[slot], self._loops[slot] = row.ids[0], row.positions[0], 0
             self._single_row = None
 
     # The kernels of each launch. Graphs record these, so what changes between replays is read on the device.
@@ -337,21 +337,21 @@ class DecodeBatch:
         config, blocks = self.model.config, self.model.config.blocks
         sizes = {"D": config.width, "L": config.loops, "K": blocks}
         widest = {"BLOCK_D": triton.next_power_of_2(config.width), "EPSILON": EPSILON}
-        positions = self.model.places
-        kernels.enter_kernel[(rows,)](
+        learned = self.model.places  # position embeddings; None with rotary positions
+        kernels.begin_loop_kernel[(rows,)](
             self._indices["active_slots"],
             self._loops,
             self._ids,
-            self._lengths,
+            self._positions,
             self._weights.embedding,
-            positions.weight if positions is not None else self._x,
+            learned.weight if learned is not None else self._x,
             self._modulations,
             self._injection,
             self._x,
             self._normed,
             **sizes,
             **widest,
-            LEARNED=positions is not None,
+            LEARNED=learned is not None,
             INJECTED=config.inject == "gated",
         )
         scratch = self._scratch
@@ -385,7 +385,7 @@ class DecodeBatch:
                 block,
                 active_slots=self._indices["active_slots"],
                 loops=self._loops,
-                lengths=self._lengths,
+                positions=self._positions,
                 page_tables=self._page_tables,
                 PDL=False,
             )
@@ -404,19 +404,19 @@ class DecodeBatch:
         self._logits[:rows].copy_(torch.mm(finished, self._weights.head.t()))
 
     def _launch_next_tokens(self, rows: int) -> None:
-        # In this order: the choice needs the position of the token that was run, and `_launch_begin` advances it.
+        # In this order: the choice needs the position of the token that was run. `_launch_set_tokens` advances it.
         self._launch_head(rows)
-        self._launch_choice(self._logits[:rows], self._lengths, single_row=False)
-        self._launch_begin(rows)
+        self._launch_choice(self._logits[:rows], self._positions, single_row=False)
+        self._launch_set_tokens(rows)
 
-    def _launch_choice(self, logits: Tensor, lengths: Tensor, single_row: bool) -> None:
+    def _launch_choice(self, logits: Tensor, positions: Tensor, single_row: bool) -> None:
         """Choose a token for each row of logits, by the settings of its entry in `finished_slots`."""
         vocab = self.model.config.vocab
         block = min(4096, triton.next_power_of_2(vocab))
         kernels.choice_kernel[(len(logits),)](
             logits,
             self._indices["finished_slots"],
-            lengths,
+            positions,
             self._settings,
             self._seeds,
             self._choices,
@@ -427,9 +427,9 @@ class DecodeBatch:
             num_warps=max(1, block // 256),
         )
 
-    def _launch_begin(self, rows: int) -> None:
-        kernels.begin_kernel[(rows,)](
-            self._indices["finished_slots"], self._choices, self._ids, self._lengths, self._loops, self.slots
+    def _launch_set_tokens(self, rows: int) -> None:
+        kernels.set_token_kernel[(rows,)](
+            self._indices["finished_slots"], self._choices, self._ids, self._positions, self._loops, self.slots
         )
 
     def _replay(self, name: str, rows: int, launch: Callable[[], None]) -> None:
@@ -440,5 +440,7 @@ class DecodeBatch:
         if (name, rows) not in self._graphs:
             # The recording's own run also writes buffers and the keys of the present tokens. The replay writes them
             # again before anything reads them.
-            self._graphs[name, rows] = record(self.device, launch, [self._x, self._loops, self._ids, self._lengths])
+            self._graphs[name, rows] = record(
+                self.device, launch, [self._x, self._loops, self._ids, self._positions]
+            )
         self._graphs[name, rows].replay()

@@ -5,16 +5,18 @@ engine = Engine(model, tokenizer, runner)
 
 **Prefill.** Up to MAX_APART prompts of a group run one by one, each as one CUDA graph (prefill.py). More of them
 run as one padded batch. They run on the prompt stream, beside the sequences that decode. From its first chunk on a
-sequence holds pages for all tokens that it may come to, in each of its loops. It gets a slot once its first token
-has arrived on the host.
+sequence holds pages for its maximum length, in each of its loops. It gets a slot once its first token has arrived
+on the host.
 
-**Decode.** launch.py has the slots and the launches. Tokens are chosen on the device, and every token takes exactly
-M loops, so the host can queue the next launches before it has seen a token. What was run for a sequence that turns
-out to have ended is dropped. Only a repetition penalty forces a wait, because it needs the text. All tokens that
-have arrived are given out at once, so a host that is slower than the device makes text of several tokens at a time.
+**Decode.** launch.py has the slots and the launches. The runner decides when a sequence that has a slot joins the
+launches (`_join`); all else about who runs next is decided in scheduler.py. Tokens are chosen on the device, and
+every token takes exactly M loops, so the host can queue the next launches before it has seen a token. What was run
+for a sequence that turns out to have ended is dropped. Only a repetition penalty forces a wait, because it needs
+the text. All tokens that have arrived are returned at once, so a host that is slower than the device makes text of
+several tokens at a time.
 
-**After an exception** the runner compares each slot with its sequence, and runs the tokens again of those that
-differ. `_device` is None while it changes, so an interrupted change makes all of them differ. The pages of a
+**After an exception** the runner compares each slot with its sequence, and recomputes the KV of those that differ.
+`_device` is None while it changes, so an interrupted change makes all of them differ. The pages of a
 sequence are known to the block manager alone (kv_cache.py).
 """
 
@@ -32,7 +34,7 @@ from torch import Tensor
 from loopformer.errors import LoopformerError
 from loopformer.inference.fused.graphs import HostCopy
 from loopformer.inference.fused.launch import DecodeBatch
-from loopformer.inference.kv_cache import BlockManager, KVBlock, page_bytes
+from loopformer.inference.kv_cache import NO_TICKET, BlockManager, KVBlock, page_bytes
 from loopformer.inference.request import Choice, Draw, Request
 from loopformer.inference.runner import PrefillOutput, PromptRunner, prefill
 from loopformer.inference.sampling import sample_async, to_choices
@@ -40,11 +42,10 @@ from loopformer.inference.sequence import Sequence, Status
 from loopformer.model.cache import KVCache, SequenceKV
 from loopformer.scoring import most_likely
 
-MAX_APART = 4  # prompts of a group that run one by one
+MAX_APART = 4  # groups up to this size run one CUDA graph per prompt
 MAX_IN_FLIGHT = 4  # prefills in flight beyond which no more are planned: they would only wait for each other
 TOKENS_AHEAD, LOOPS_AHEAD = 2, 8  # at least so many tokens of some sequence, and loops, are queued at a time
-DROPPED = -1  # the ticket of a sequence that has gone while its tokens were on their way
-LOST = -1  # the tokens of a row that must be run again
+OUT_OF_SYNC = -1  # in place of the new tokens of a row whose KV must be recomputed
 
 
 class DeviceRow(NamedTuple):
@@ -55,30 +56,30 @@ class DeviceRow(NamedTuple):
     max_new_tokens: int
     new_tokens: int  # chosen by then
     loops_done: int = 0  # of the token in progress
-    has_started: bool = False  # whether the device has the sequence's last token
+    is_joined: bool = False  # whether it takes part in launches: the device has the sequence's last token
 
     @property
     def has_more_tokens(self) -> bool:
-        return self.has_started and self.new_tokens < self.max_new_tokens
+        return self.is_joined and self.new_tokens < self.max_new_tokens
 
     def after(self, loops: int) -> DeviceRow:
         """The state so many loops later. They end with those of a token at the latest."""
-        slot, budget, most, tokens, done, started = self  # faster than `_replace`, for every row of every launch
+        slot, budget, most, tokens, done, joined = self  # faster than `_replace`, for every row of every launch
         if done + loops == budget:
-            return DeviceRow(slot, budget, most, tokens + 1, 0, started)
-        return DeviceRow(slot, budget, most, tokens, done + loops, started)
+            return DeviceRow(slot, budget, most, tokens + 1, 0, joined)
+        return DeviceRow(slot, budget, most, tokens, done + loops, joined)
 
 
 class PendingTokens(NamedTuple):
     """A copy of new tokens to the host, queued after so many loops, and the sequence of each row."""
 
     loops: int
-    tickets: tuple[int, ...]
+    tickets: tuple[int, ...]  # NO_TICKET where the sequence has gone meanwhile
     copy: HostCopy  # [B, 2 + 2N], as `sample_async` returns them
 
     def without(self, tickets: set[int]) -> PendingTokens:
         """The same, but the tokens of these sequences are dropped when they arrive."""
-        return self._replace(tickets=tuple([DROPPED if ticket in tickets else ticket for ticket in self.tickets]))
+        return self._replace(tickets=tuple([NO_TICKET if ticket in tickets else ticket for ticket in self.tickets]))
 
     def choices(self) -> Iterator[tuple[int, Choice]]:
         """Ticket and token of each row. Waits for the copy."""
@@ -98,20 +99,22 @@ class DeviceState:
 
     rows: Mapping[int, DeviceRow] = field(default_factory=dict)  # by ticket
     pending: tuple[PendingTokens, ...] = ()
-    given: Mapping[int, list[Choice]] = field(default_factory=dict)  # by ticket: what the last step returned
+    returned: Mapping[int, list[Choice]] = field(default_factory=dict)  # by the last step, by ticket
 
-    def undelivered(self, sequences: list[Sequence]) -> dict[int, list[Choice] | None]:
+    def tokens_not_taken(self, sequences: list[Sequence]) -> dict[int, list[Choice] | None]:
         """By ticket, the tokens that have arrived and that the sequence has not taken, because a step was
         interrupted. None where a sequence is out of sync: its slot is missing, or disagrees with its tokens."""
-        undelivered: dict[int, list[Choice] | None] = {}
+        not_taken: dict[int, list[Choice] | None] = {}
         for sequence in sequences:
-            ticket, count = sequence.ticket, -1
-            given = self.given.get(ticket, [])
-            if (row := self.rows.get(ticket)) is not None:
+            ticket = sequence.ticket
+            not_taken[ticket] = None
+            row, returned = self.rows.get(ticket), self.returned.get(ticket, [])
+            if row is not None and row.new_tokens != OUT_OF_SYNC:
                 arrived = row.new_tokens - self._pending_counts.get(ticket, 0)
                 count = arrived - len(sequence.progress.ids)
-            undelivered[ticket] = given[len(given) - count :] if 0 <= count <= len(given) else None
-        return undelivered
+                if 0 <= count <= len(returned):
+                    not_taken[ticket] = returned[len(returned) - count :]
+        return not_taken
 
     @cached_property
     def _pending_counts(self) -> Counter[int]:
@@ -123,8 +126,8 @@ class DeviceState:
         pending = [pending.without(tickets) for pending in self.pending]
         return DeviceState(
             {ticket: row for ticket, row in self.rows.items() if ticket not in tickets},
-            tuple([tokens for tokens in pending if set(tokens.tickets) != {DROPPED}]),
-            {ticket: given for ticket, given in self.given.items() if ticket not in tickets},
+            tuple([tokens for tokens in pending if set(tokens.tickets) != {NO_TICKET}]),
+            {ticket: returned for ticket, returned in self.returned.items() if ticket not in tickets},
         )
 
 
@@ -156,7 +159,7 @@ class FusedRunner(PromptRunner):
 
     def check(self, sequence: Sequence) -> None:
         # This may run in any thread, so it must not touch the counts of the block manager.
-        budget, tokens = sequence.trajectory.budget, sequence.kv_capacity
+        budget, tokens = sequence.trajectory.budget, sequence.reserved_positions
         if budget * -(-tokens // self.blocks.page_tokens) > self.blocks.pages:
             raise LoopformerError(
                 f"The request may come to {tokens} tokens in {budget} loops, more than the engine has memory for; "
@@ -171,7 +174,7 @@ class FusedRunner(PromptRunner):
         if self.blocks.held_blocks(sequence.ticket):  # since its first chunk
             return 0
         prefix = self._match_prefix(sequence)
-        return self.blocks.pages_needed(sequence.trajectory.budget, sequence.kv_capacity, prefix)
+        return self.blocks.pages_needed(sequence.trajectory.budget, sequence.reserved_positions, prefix)
 
     def free_except(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         running_tickets = {sequence.ticket for sequence in running}
@@ -187,8 +190,9 @@ class FusedRunner(PromptRunner):
             ]
         )
         self._drop_partial_except(waiting_tickets)
-        # Pages may be freed while a cancelled prefill still reads them. They are written again by `fill` only,
-        # after a later prompt of the same stream has arrived on the host. A second prompt stream would break this.
+        # Only chunks before the last one are not in flight, so only their pages may be freed while they are still
+        # read. Pages are written again by `fill` only, after a later prompt of the same stream has arrived on the
+        # host. A second prompt stream would break this.
         in_flight = {sequence.ticket for sequence in self.in_flight()}
         self.blocks.free_except(running_tickets | in_flight | self._partial.keys())
 
@@ -197,13 +201,13 @@ class FusedRunner(PromptRunner):
     def in_flight(self) -> list[Sequence]:
         return [sequence for flight in self._in_flight for sequence in flight.output.sequences]
 
-    def finished_prefills(self, wait: bool) -> list[list[Sequence]]:
-        flights = [flight for flight in self._in_flight if wait or flight.first.copy.has_arrived()]
-        groups = [
-            [sequence for sequence in flight.output.sequences if sequence.status is Status.WAITING]
-            for flight in flights
-        ]
-        return [group for group in groups if group][: 1 if wait else None]
+    def next_prefill(self, block: bool) -> list[Sequence]:
+        for flight in self._in_flight:
+            if block or flight.first.copy.has_arrived():
+                group = [sequence for sequence in flight.output.sequences if sequence.status is Status.WAITING]
+                if group:
+                    return group
+        return []
 
     @torch.no_grad()
     def start_prefill(self, sequences: list[Sequence]) -> None:
@@ -237,26 +241,24 @@ class FusedRunner(PromptRunner):
         return [choices[sequence.ticket] for sequence in sequences]
 
     def _renew_batch(self) -> None:
-        """If the weights have changed, start an empty batch in the same memory, and mark every slot to be run
-        again."""
+        """If the weights have changed, start an empty batch in the same memory, and mark every row as out of
+        sync."""
         batch = self._batch.renewed()
         if batch is self._batch:
             return
         self._batch.wait_for_prompts()
         self._in_flight, self._partial, self._tables = (), {}, {}
         self._made_for = batch.made_for
-        if batch.page_count == self.blocks.pages:
-            self.blocks.clear_cache()
-        else:  # the dtype is another one
-            self.blocks = BlockManager(batch.page_count, batch.page_tokens)
+        assert batch.page_count == self.blocks.pages  # the engine refuses a model whose dtype has changed
+        self.blocks.clear_cache()
         if self._device is not None:
-            lost = {ticket: row._replace(new_tokens=LOST) for ticket, row in self._device.rows.items()}
-            self._device = replace(self._device, rows=lost, pending=(), given={})
+            rows = {ticket: row._replace(new_tokens=OUT_OF_SYNC) for ticket, row in self._device.rows.items()}
+            self._device = replace(self._device, rows=rows, pending=(), returned={})
         self._batch = batch  # last: after an interruption before it this method begins again
 
     def _allocate(self, sequence: Sequence) -> None:
-        """Give a sequence the blocks for all tokens that it may come to, unless it has them."""
-        count = -(-sequence.kv_capacity // self.blocks.page_tokens)
+        """Give a sequence the blocks for its maximum length, unless it has them."""
+        count = -(-sequence.reserved_positions // self.blocks.page_tokens)
         prefix = self._match_prefix(sequence)
         self.blocks.allocate(sequence.ticket, sequence.trajectory.budget, count, prefix)
 
@@ -287,47 +289,51 @@ class FusedRunner(PromptRunner):
 
     @torch.no_grad()
     def decode(self, sequences: list[Sequence]) -> list[list[Choice]]:
-        undelivered = (self._device or DeviceState()).undelivered(sequences)
-        if None in undelivered.values():
+        not_taken = (self._device or DeviceState()).tokens_not_taken(sequences)
+        if None in not_taken.values():
             # Before any of them is run: with new weights, or its blocks would be cached as if they were of these.
             self._renew_batch()
-            undelivered = (self._device or DeviceState()).undelivered(sequences)
-        # None until the last line: after an exception the next step runs the tokens of every sequence again.
+            not_taken = (self._device or DeviceState()).tokens_not_taken(sequences)
+        # None until the last line: after an exception the next step recomputes every sequence.
         device, self._device = self._device or DeviceState(), None
-        out_of_sync = [sequence for sequence in sequences if undelivered[sequence.ticket] is None]
-        device = self._run_again(device, out_of_sync)
-        given = {ticket: tokens or [] for ticket, tokens in undelivered.items()}
+        out_of_sync = [sequence for sequence in sequences if not_taken[sequence.ticket] is None]
+        device = self._recompute(device, out_of_sync)
+        returned = {ticket: tokens or [] for ticket, tokens in not_taken.items()}
         rows = {sequence.ticket: device.rows[sequence.ticket] for sequence in sequences}
         pending = list(device.pending)
         while pending and pending[0].copy.has_arrived():
-            _give(pending.pop(0), given)
+            _collect(pending.pop(0), returned)
         waits = any(sequence.request.sampling.repetition_penalty != 1 for sequence in sequences)
         while not _is_far_ahead(pending, waits):
-            launched = self._launch(sequences, rows, given)
+            launched = self._launch(sequences, rows, returned)
             if launched is None:
                 break
             pending.append(launched)
-        while pending and not any(given.values()):  # a step gives at least one token
-            _give(pending.pop(0), given)
-        self._device = replace(device, rows={**device.rows, **rows}, pending=tuple(pending), given=given)
-        return list(given.values())
+        while pending and not any(returned.values()):  # a step returns at least one token
+            _collect(pending.pop(0), returned)
+        self._device = replace(device, rows={**device.rows, **rows}, pending=tuple(pending), returned=returned)
+        return list(returned.values())
 
-    def _run_again(self, device: DeviceState, sequences: list[Sequence]) -> DeviceState:
+    def _recompute(self, device: DeviceState, sequences: list[Sequence]) -> DeviceState:
         """Run all tokens but the last of these sequences, and give them slots."""
         if sequences:
-            self._batch.prompt_stream.decode_waits()  # condition tables may have been computed there
+            # Condition tables may have been computed on the prompt stream, and a cancelled prompt may still read
+            # pages that these sequences get. They have no later prompt there that would wait for it (launch.py).
+            self._batch.prompt_stream.decode_waits()
         for sequence in sequences:
             cache, _ = prefill(self.model, [[*sequence.history[:-1]]], [sequence.trajectory])
             others = device.without({sequence.ticket})
-            device = self._assign_slot(others, sequence, cache.read(0), sequence.length - 1, len(sequence.ids))
+            device = self._assign_slot(
+                others, sequence, cache.read(0), sequence.num_computed_tokens, len(sequence.ids)
+            )
         return device
 
     def _launch(
-        self, sequences: list[Sequence], rows: dict[int, DeviceRow], given: Mapping[int, list[Choice]]
+        self, sequences: list[Sequence], rows: dict[int, DeviceRow], returned: Mapping[int, list[Choice]]
     ) -> PendingTokens | None:
         """Run all rows that have more tokens until some have run their last loop, and choose the next tokens of
         these. None if no row has more tokens."""
-        self._start(sequences, rows)
+        self._join(sequences, rows)
         active = [sequence for sequence in sequences if rows[sequence.ticket].has_more_tokens]
         if not active:
             return None
@@ -344,11 +350,11 @@ class FusedRunner(PromptRunner):
             # Chosen outside of the graphs, because the penalty needs the text.
             logits = self._batch.single_row_logits(slots[0], loops) if is_alone else self._batch.logits(ended)
             chosen = sample_async(
-                logits, [_draw(active[number], before[number].new_tokens, given) for number in ended]
+                logits, [_draw(active[number], before[number].new_tokens, returned) for number in ended]
             )
-            self._batch.begin_tokens(ended_slots, chosen[:, 0])
+            self._batch.set_tokens_from_device(ended_slots, chosen[:, 0])
             copy = HostCopy(chosen)
-        elif is_alone and requests[0].sampling.greedy and not requests[0].alternatives:
+        elif is_alone and requests[0].sampling.greedy and not requests[0].top_logprobs:
             position = len(requests[0].prompt) + before[0].new_tokens - 1
             copy = self._batch.single_row_greedy(slots[0], loops, position)
         else:
@@ -357,27 +363,27 @@ class FusedRunner(PromptRunner):
                 if is_alone
                 else self._batch.next_tokens(ended, ended_slots)
             )
-            copy = HostCopy(self._add_alternatives(chosen, requests))
+            copy = HostCopy(self._add_top_logprobs(chosen, requests))
         for sequence, row in zip(active, before, strict=True):
             rows[sequence.ticket] = row.after(loops)
         return PendingTokens(loops, tuple([active[number].ticket for number in ended]), copy)
 
-    def _add_alternatives(self, chosen: Tensor, requests: list[Request]) -> Tensor:
+    def _add_top_logprobs(self, chosen: Tensor, requests: list[Request]) -> Tensor:
         """Tokens and log-probabilities [B, 2], and behind them the most likely tokens, as of `sample_async`."""
-        count = max(request.alternatives for request in requests)
+        count = max(request.top_logprobs for request in requests)
         if not count:
             return chosen
         logprobs = self._batch.last_logits(len(requests)).float().log_softmax(-1)
         tokens, values = most_likely(logprobs, count)
         return torch.cat([chosen, tokens.float(), values], 1)
 
-    def _start(self, sequences: list[Sequence], rows: dict[int, DeviceRow]) -> None:
+    def _join(self, sequences: list[Sequence], rows: dict[int, DeviceRow]) -> None:
         """Let new rows join those that run.
 
         A row joins when rows of its budget begin a token, so that all of them finish in the same launch. A row
         without such partners joins when any row begins a token.
         """
-        new = [sequence for sequence in sequences if not rows[sequence.ticket].has_started]
+        new = [sequence for sequence in sequences if not rows[sequence.ticket].is_joined]
         if not new:
             return
         active = [row for row in rows.values() if row.has_more_tokens]
@@ -387,11 +393,14 @@ class FusedRunner(PromptRunner):
         awaited = {row.budget for row in active} - beginning
         joining = [sequence for sequence in new if sequence.trajectory.budget not in awaited]
         if joining:
-            self._batch.start_tokens(
-                {rows[sequence.ticket].slot: (sequence.ids[-1], sequence.cached_length) for sequence in joining}
+            self._batch.set_tokens_from_host(
+                {
+                    rows[sequence.ticket].slot: (sequence.ids[-1], sequence.num_computed_tokens)
+                    for sequence in joining
+                }
             )
         for sequence in joining:
-            rows[sequence.ticket] = rows[sequence.ticket]._replace(has_started=True)
+            rows[sequence.ticket] = rows[sequence.ticket]._replace(is_joined=True)
 
     def _assign_slot(
         self, device: DeviceState, sequence: Sequence, kv: SequenceKV, length: int, new_tokens: int
@@ -422,18 +431,18 @@ def _is_far_ahead(pending: list[PendingTokens], waits: bool) -> bool:
     return len(pending) >= TOKENS_AHEAD and sum(tokens.loops for tokens in pending) >= LOOPS_AHEAD
 
 
-def _give(arrived: PendingTokens, given: Mapping[int, list[Choice]]) -> None:
-    """Add tokens to what their sequences are given. Waits for the copy; tokens of others are dropped."""
+def _collect(arrived: PendingTokens, returned: Mapping[int, list[Choice]]) -> None:
+    """Add tokens to what is returned for their sequences. Waits for the copy; tokens of others are dropped."""
     for ticket, choice in arrived.choices():
-        if ticket in given:
-            given[ticket].append(choice)
+        if ticket in returned:
+            returned[ticket].append(choice)
 
 
-def _draw(sequence: Sequence, new_tokens: int, given: Mapping[int, list[Choice]]) -> Draw:
+def _draw(sequence: Sequence, new_tokens: int, returned: Mapping[int, list[Choice]]) -> Draw:
     """What decides the next token of a sequence that has so many new tokens on the device."""
     request = sequence.request
     history: tuple[int, ...] = ()
     if request.sampling.repetition_penalty != 1:  # then nothing is pending (`_is_far_ahead`), so this is all
-        history = (*sequence.history, *[choice.token for choice in given[sequence.ticket]])
+        history = (*sequence.history, *[choice.token for choice in returned[sequence.ticket]])
     position = len(request.prompt) + new_tokens
-    return Draw(request.sampling, sequence.seed, position, history, request.alternatives)
+    return Draw(request.sampling, sequence.seed, position, history, request.top_logprobs)

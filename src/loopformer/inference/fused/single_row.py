@@ -1,7 +1,7 @@
 """A sequence that runs alone: all loops of a token in one CUDA graph, through kernels that read each weight once.
 
 row = SingleRow(model, budget, weights, scratch, kv_pages)      # the memory of launch.py
-row.enter(token, length, page_table, modulations, injection)    # take over a slot of the batch
+row.load_slot(token, position, page_table, modulations, injection)    # take over a slot of the batch
 row.replay(greedy=True)                                         # run its token, and choose the most likely next one
 
 Rows that run together read each weight once for all of them (launch.py). A single row has nobody to share with, so
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from loopformer.config.model import ModelConfig
 from loopformer.inference.fused import kernels
-from loopformer.inference.fused.batch_pool import Weights
 from loopformer.inference.fused.graphs import record
+from loopformer.inference.fused.weights import Weights
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.looped import LoopedLM
 
@@ -74,7 +74,7 @@ def launch_attention(
     *,
     active_slots: Tensor,
     loops: Tensor,
-    lengths: Tensor,
+    positions: Tensor,
     page_tables: Tensor,
     **options: Any,
 ) -> None:
@@ -84,7 +84,7 @@ def launch_attention(
     kernels.paged_attention_kernel[(rows * config.heads, splits)](
         active_slots,
         loops,
-        lengths,
+        positions,
         page_tables,
         scratch.qkv,
         kv_pages,
@@ -114,7 +114,7 @@ class SingleRow:
 
     `chosen` and `logprobs` [context + 1, 1] have the most likely tokens, indexed by the input token's position. So
     a token can be copied to the host while the next ones run. The next slot overwrites them: wait for the copies of
-    the last one before `enter`.
+    the last one before `load_slot`.
     """
 
     def __init__(self, model: LoopedLM, budget: int, weights: Weights, scratch: Scratch, kv_pages: Tensor) -> None:
@@ -131,7 +131,7 @@ class SingleRow:
         def floats(*shape: int) -> Tensor:
             return torch.zeros(shape, device=like.device)
 
-        self.ids, self.lengths, self.logits = integers(1), integers(1), floats(1, config.vocab_rows)
+        self.ids, self.positions, self.logits = integers(1), integers(1), floats(1, config.vocab_rows)
         self.chosen, self.logprobs = integers(config.context + 1, 1), floats(config.context + 1, 1)
         self._x = floats(config.width)
         programs = triton.cdiv(config.vocab_rows, OUTPUTS_PER_PROGRAM["head"])
@@ -146,13 +146,13 @@ class SingleRow:
         self._zero = integers(1)  # both the slot and the loop: each launch is given the page table of its loop
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
 
-    def enter(
-        self, token: Tensor, length: Tensor, page_table: Tensor, modulations: Tensor, injection: Tensor
+    def load_slot(
+        self, token: Tensor, position: Tensor, page_table: Tensor, modulations: Tensor, injection: Tensor
     ) -> None:
         """Take over a slot: its token and that one's position [], its page table [L, N], and the modulations
         [L, K, 4, D] and injections [L, D] of its loops."""
         self.ids.copy_(token)
-        self.lengths.copy_(length)
+        self.positions.copy_(position)
         self._page_table.copy_(page_table)
         self._modulations.copy_(modulations[: len(self._modulations)])
         if self._injection is not None:
@@ -167,7 +167,7 @@ class SingleRow:
             self._run_token(greedy)
             return
         if greedy not in self._graphs:
-            state = [self.ids, self.lengths]
+            state = [self.ids, self.positions]
             # The recording's own run writes keys, logits and `chosen` at this position, as the replay does again.
             self._graphs[greedy] = record(self.ids.device, lambda: self._run_token(greedy), state)
         self._graphs[greedy].replay()
@@ -195,7 +195,7 @@ class SingleRow:
                     block,
                     active_slots=self._zero,
                     loops=self._zero,
-                    lengths=self.lengths,
+                    positions=self.positions,
                     page_tables=self._page_table[loop:],
                     **self._launch,
                 )
@@ -208,7 +208,7 @@ class SingleRow:
             *self._candidates,
             self.logprobs,
             self.ids,
-            self.lengths,
+            self.positions,
             self.chosen,
             programs,
             BLOCK_N=triton.next_power_of_2(programs),
@@ -218,16 +218,17 @@ class SingleRow:
 
     def _embed(self, injection: Tensor | None) -> None:
         """Set `_x` to the token's embedding, or add the embedding times `injection` [D] to it."""
-        positions, width = self._model.places, self._model.config.width
+        width = self._model.config.width
+        learned = self._model.places  # position embeddings; None with rotary positions
         kernels.embed_kernel[(1,)](
             self.ids,
-            self.lengths,
+            self.positions,
             self._weights.embedding,
-            positions.weight if positions is not None else self._x,
+            learned.weight if learned is not None else self._x,
             injection if injection is not None else self._x,
             self._x,
             width,
-            LEARNED=positions is not None,
+            LEARNED=learned is not None,
             INJECTED=injection is not None,
             BLOCK_K=triton.next_power_of_2(width),
             **self._launch,
