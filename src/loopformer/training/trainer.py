@@ -296,7 +296,9 @@ class Trainer:
             counted = (rows.targets != IGNORE_INDEX).sum(1)
             for index, entry in enumerate(micro_batch.trajectories):
                 counts[index] += counted[list(entry)].sum()
-        return [max(1.0, count) for count in self.ranks.sum(counts.to(self.ranks.device)).tolist()]
+        if self.ranks.world > 1:  # alone, a copy to the GPU and back would wait for the step before
+            counts = self.ranks.sum(counts.to(self.ranks.device))
+        return [max(1.0, count) for count in counts.tolist()]
 
     def _mean_losses(self, terms: Tensor, divisors: list[float]) -> dict[str, float]:
         """The cross-entropy per token of each entry, and the sum of their distances to the full trajectory."""
