@@ -19,12 +19,13 @@ from loopformer.cli.options import (
     text_of_model,
 )
 from loopformer.cli.output import format_number, output_folder, print_files, print_table, progress, stoppable
+from loopformer.config import ModelConfig, parse_counts
 from loopformer.config.model import BOX
+from loopformer.errors import require
+from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from loopformer.config import ModelConfig
     from loopformer.evaluation.store import JsonDict
-    from loopformer.trajectory import Trajectory
 
 _PROMPT_LENGTH = 128  # tokens; fixed, because entropy depends on the length and models are compared
 
@@ -71,7 +72,6 @@ def analyze(
     from loopformer.analysis.dynamics import model_names, read_prompts, to_json, write_results
     from loopformer.analysis.figures import state_figures
     from loopformer.device import choose_device
-    from loopformer.errors import require
     from loopformer.lm import load
     from loopformer.loading import find_config
     from loopformer.plots import has_matplotlib
@@ -113,13 +113,9 @@ def _default_text(models: Sequence[str]) -> str:
 
 
 def _trajectories(
-    budgets: str | None, schedules: Sequence[str], models: "dict[str, ModelConfig]"
-) -> "dict[str, list[Trajectory | None]]":
+    budgets: str | None, schedules: Sequence[str], models: dict[str, ModelConfig]
+) -> dict[str, list[Trajectory | None]]:
     """The trajectories to measure for each model, without those of more loops than it has. None: all its loops."""
-    from loopformer.config import parse_counts
-    from loopformer.errors import require
-    from loopformer.trajectory import Trajectory
-
     counts = [] if budgets is None else parse_counts(budgets, "--budgets")
     trajectories = list(dict.fromkeys([*map(Trajectory.uniform, counts), *map(Trajectory.parse, schedules)]))
     by_model: dict[str, list[Trajectory | None]] = {}

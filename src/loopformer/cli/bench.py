@@ -10,6 +10,7 @@ import typer
 
 from loopformer.cli.options import Device, Json, RemovedInt8, Verb, VerbGroup, complete_model_or_preset
 from loopformer.cli.output import output_file, print_files, stoppable
+from loopformer.config import load_run, parse_counts, preset_names, with_expected_vocab
 from loopformer.config.model import BOX
 from loopformer.errors import LoopformerError, require
 from loopformer.files import write_json
@@ -73,7 +74,6 @@ def decode(
     """
     from loopformer.benchmark.decode import WARM_UP_TOKENS, left_out
     from loopformer.benchmark.decode import decode as measure
-    from loopformer.config import parse_counts
 
     rows = parse_counts(batches, "--batches")
     require(tokens >= 1, f"--tokens must be 1 or more, got {tokens}.")
@@ -153,7 +153,6 @@ def train(
     """
     from loopformer.benchmark.train import train as measure
     from loopformer.cli.info import config_of
-    from loopformer.config import parse_counts
     from loopformer.device import choose_device
 
     chosen = choose_device(device)
@@ -178,8 +177,6 @@ for _name in _REMOVED:
 
 def _budgets(model: "LoopedLM", text: str | None) -> list[int]:
     """The budgets to measure. Raises an error if the model has too few loops for one of them."""
-    from loopformer.config import parse_counts
-
     loops = model.config.loops
     default = sorted({loops, max(1, loops // 2), max(1, loops // 4)}, reverse=True)
     budgets = default if text is None else parse_counts(text, "--budgets")
@@ -196,7 +193,6 @@ def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
     """A preset with random weights (seed 0), or a model on disk."""
     import torch
 
-    from loopformer.config import load_run, preset_names, with_expected_vocab
     from loopformer.device import choose_device, dtype_of
     from loopformer.lm import load, optimize_weight_layout
     from loopformer.model.looped import LoopedLM

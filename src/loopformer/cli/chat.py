@@ -30,6 +30,7 @@ from loopformer.cli.options import (
 )
 from loopformer.cli.output import stoppable
 from loopformer.config.model import BOX
+from loopformer.errors import LoopformerError, RunFailed, nearest
 
 if TYPE_CHECKING:
     from loopformer.inference.chat import ChatTemplate, Message
@@ -77,7 +78,6 @@ def chat(
     loopformer chat --model runs/mine --budget 2 < questions.txt
     """
     from loopformer.device import dtype_of
-    from loopformer.errors import LoopformerError
     from loopformer.inference.chat import ChatTemplate, was_tuned_to_answer
     from loopformer.inference.request import Request, Sampling
     from loopformer.lm import load, move_to_device
@@ -130,8 +130,6 @@ def chat(
 
 def _read_line(prompt: str) -> str | None:
     """The next line of standard input; None at its end. At a terminal, Ctrl-C drops the line."""
-    from loopformer.errors import LoopformerError
-
     while True:
         try:
             return input(prompt)
@@ -172,8 +170,6 @@ class Conversation:
 
     def run_command(self, line: str) -> bool:
         """Run a command such as `/budget 2`. False means that the chat ends."""
-        from loopformer.errors import LoopformerError, nearest
-
         command, _, value = line[1:].strip().partition(" ")
         value = value.strip()
         if command not in COMMANDS:
@@ -205,7 +201,6 @@ class Conversation:
 
     def answer(self, question: str) -> None:
         """Stream the answer to a question, and append both to the messages. Ctrl-C stops the answer."""
-        from loopformer.errors import RunFailed
         from loopformer.inference.request import REASONS
 
         started, tokens_before = time.perf_counter(), self.engine.counts.new_tokens

@@ -39,6 +39,7 @@ from loopformer.cli.options import (
 )
 from loopformer.cli.output import format_number, output_file, print_table, progress, stoppable
 from loopformer.config.model import BOX
+from loopformer.errors import LoopformerError, require
 from loopformer.files import write_json
 
 if TYPE_CHECKING:
@@ -66,7 +67,6 @@ class EvalGroup(VerbGroup):
 
 def _with_subcommand(args: list[str]) -> list[str]:
     """The arguments of an `eval` without a subcommand, with the subcommand that they imply."""
-    from loopformer.errors import require
     from loopformer.evaluation.states import trained_group
 
     parts = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -224,7 +224,6 @@ def eval_states(
     Example: loopformer eval states runs/s3 --budgets 1,2,4 --figure s3.png
     """
     from loopformer.data.states import Group
-    from loopformer.errors import LoopformerError, require
     from loopformer.evaluation.loaded import LoadedModel
     from loopformer.evaluation.states import THRESHOLDS, state_figure, track_states, trained_group
     from loopformer.plots import check_drawing, save
@@ -253,7 +252,6 @@ def eval_states(
 
 
 def _thresholds(certainty: str | None) -> list[float]:
-    from loopformer.errors import LoopformerError
     from loopformer.evaluation.early_exit import check_threshold
 
     try:

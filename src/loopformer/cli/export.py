@@ -8,6 +8,8 @@ import typer
 
 from loopformer.cli.options import MODEL, Heads, Json, Loops, ModelOption, complete_budget, complete_model
 from loopformer.cli.output import stoppable
+from loopformer.errors import LoopformerError
+from loopformer.files import remove_empty_on_failure
 
 
 @stoppable("an export appears only when it is complete, the same command starts again")
@@ -37,8 +39,6 @@ def export(
 
     Example: loopformer export runs/mine exported --self-contained
     """
-    from loopformer.errors import LoopformerError
-    from loopformer.files import remove_empty_on_failure
     from loopformer.hf.export import export as run
     from loopformer.model.cost import Cost
 

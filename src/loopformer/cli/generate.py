@@ -31,11 +31,12 @@ from loopformer.cli.options import (
 )
 from loopformer.cli.output import format_number, output_file, print_files, print_table, progress, stoppable
 from loopformer.config.model import BOX
+from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from loopformer.inference.request import Request
     from loopformer.lm import LM, Fast
-    from loopformer.trajectory import Trajectory
 
 
 def _outcome_of_stop(*_: Any, source: Path | None = None, **__: Any) -> str:
@@ -121,7 +122,6 @@ def generate(
     Its other fields replace options of the same name, such as budget, max_tokens, temperature, seed and stop.
     """
     from loopformer.device import dtype_of
-    from loopformer.errors import require
     from loopformer.evaluation.store import scheduled_trajectory, weights_hash
     from loopformer.lm import load, move_to_device
 
@@ -187,7 +187,6 @@ def generate(
 
 def _standard_input() -> str:
     """All of standard input, without the final newline."""
-    from loopformer.errors import LoopformerError
 
     if sys.stdin.isatty():
         typer.echo("Type the prompt, then Enter and Ctrl-D.", err=True)
@@ -201,7 +200,6 @@ def _answer_file(
     lm: "LM", source: Path, out: Path, rows: int, defaults: dict[str, Any], fast: bool, weights: str | None
 ) -> None:
     """Answer a file of prompts. `defaults` holds the arguments of `lm.requests` for fields that a line lacks."""
-    from loopformer.errors import RunFailed
     from loopformer.inference.batch_file import answer_file
 
     def request_of(fields: dict[str, Any]) -> "Request":
@@ -286,7 +284,7 @@ def _stream(
     )
 
 
-def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[str, Any], as_json: bool) -> None:
+def _compare(lm: "LM", text: str, compared: list[Trajectory], options: dict[str, Any], as_json: bool) -> None:
     """Continue the same prompt along several trajectories, with time per token and perplexity of the prompt.
 
     All of them draw with the same seed, so their texts differ only where the predictions do.

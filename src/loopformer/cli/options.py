@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from loopformer.config import load_run
 from loopformer.config.model import BOX, bundled_model_dir
 from loopformer.config.run import list_presets
-from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, require
+from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, FileProblem, LoopformerError, require
 from loopformer.files import read_json, read_yaml
 
 RUN_FILE, MODEL_FILE = "run.yaml", "config.json"  # a folder with one of these is a run or a model
@@ -238,7 +238,6 @@ def check_at_most_one(options: Mapping[str, object]) -> None:
 
 def text_of_model(model: str) -> str:
     """The text to measure on without --text: the validation split of the data that a run was trained on."""
-    from loopformer.errors import FileProblem
     from loopformer.evaluation.states import trained_group
     from loopformer.evaluation.text import default_text
     from loopformer.loading.folder import run_folder_of

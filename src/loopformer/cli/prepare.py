@@ -8,6 +8,7 @@ import typer
 
 from loopformer.cli.options import Field, Json, OutFolder
 from loopformer.cli.output import Display, progress, stoppable
+from loopformer.errors import FileProblem
 
 
 def _after_stop(**options: Any) -> str:
@@ -66,7 +67,6 @@ def prepare(
     from loopformer.data.formats import BadRecord
     from loopformer.data.prepare import OnBad
     from loopformer.data.prepare import prepare as run
-    from loopformer.errors import FileProblem
 
     try:
         with progress("MB") as display:

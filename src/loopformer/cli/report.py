@@ -20,6 +20,7 @@ from loopformer.cli.options import (
     complete_model,
 )
 from loopformer.cli.output import output_folder, progress, stoppable
+from loopformer.config import parse_counts
 
 
 @stoppable("what is finished is kept, the same command continues")
@@ -65,7 +66,6 @@ def report(
     """
     from loopformer.analysis.collect import ReportRequest, collect, read_skip, read_texts
     from loopformer.analysis.report import PART_NAMES, check_folder, gaps, write_report
-    from loopformer.config import parse_counts
 
     request = ReportRequest(
         (*(models or []), *(models_option or [])),

@@ -27,6 +27,7 @@ from loopformer.cli.options import (
 )
 from loopformer.cli.output import format_number, output_file, progress, stoppable
 from loopformer.config.model import BOX
+from loopformer.errors import require
 
 _SHOWN_PER_END = 5  # best and worst schedules in the table
 
@@ -59,7 +60,6 @@ def search(
     Example: loopformer search --model runs/mine --budget 4 --text news.jsonl --figure schedules.png
     """
     from loopformer.analysis.figures import search_figure
-    from loopformer.errors import require
     from loopformer.evaluation.loaded import LoadedModel
     from loopformer.evaluation.schedules import save_best
     from loopformer.evaluation.schedules import search as run

@@ -10,6 +10,7 @@ import typer
 
 from loopformer.cli.options import Json, ModelsOption, complete_model
 from loopformer.cli.output import stoppable
+from loopformer.errors import FileProblem, LoopformerError, require
 
 TOKENS_PER_READ = 1 << 24  # bounds the memory of the check
 Checks = Iterator[tuple[str, Callable[[], None]]]  # a name, and a function that raises if it finds damage
@@ -32,8 +33,6 @@ def verify(
 
     Example: loopformer verify data/mine runs/mine
     """
-    from loopformer.errors import FileProblem, LoopformerError, require
-
     paths = [*(paths or []), *(models or [])]
     require(bool(paths), "There is nothing to verify; name prepared data, a run or a model.")
     results = []
@@ -84,7 +83,6 @@ def _check_model(path: str) -> None:
     """Raise if a file differs from its checksum, a weight is not finite, or the tokenizer is too large."""
     from loopformer.data.shards import STATE_FILE
     from loopformer.data.tokenizer import Tokenizer
-    from loopformer.errors import FileProblem
     from loopformer.loading import find_model, read_model
     from loopformer.loading.folder import check_finite, find_damage, is_checkpoint, resolve_model_path
 

@@ -33,7 +33,6 @@ class KVStore(Protocol):
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values [B, H, T, D/H]; return all stored ones [B, H, keys, D/H]."""
-        ...
 
 
 class RMSNorm(nn.Module):
