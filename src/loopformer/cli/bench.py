@@ -11,7 +11,7 @@ import typer
 from loopformer.cli.options import Device, Json, RemovedInt8, Verb, VerbGroup, complete_model_or_preset
 from loopformer.cli.output import output_file, print_files, stoppable
 from loopformer.config import load_run, parse_counts, preset_names, with_expected_vocab
-from loopformer.config.model import BOX
+from loopformer.config.model import BOX, parse_names
 from loopformer.errors import LoopformerError, require
 from loopformer.files import write_json
 
@@ -85,10 +85,10 @@ def decode(
         f"{max(lengths)} tokens, {WARM_UP_TOKENS} to warm up and {tokens} new ones do not fit the context of "
         f"{config.context}; ask for fewer with --contexts or --tokens.",
     )
-    for path, reason in left_out(lm, _names(paths)).items():
+    for path, reason in left_out(lm, parse_names(paths)).items():
         typer.echo(f"{path} is left out: {reason}.", err=as_json)
     with output_file(out):
-        report = measure(lm, numbers, rows, lengths, tokens, _names(paths), partial(_print_row, as_json))
+        report = measure(lm, numbers, rows, lengths, tokens, parse_names(paths), partial(_print_row, as_json))
         _finish(report, model, out, as_json)
 
 
@@ -113,7 +113,7 @@ def engine(
     """
     from loopformer.benchmark.engine import engine as measure
 
-    require("static" not in _names(paths), "The path static was removed; leave it out: --paths plain,fused.")
+    require("static" not in parse_names(paths), "The path static was removed; leave it out: --paths plain,fused.")
     require(seconds > 0, f"--seconds must be positive, got {seconds:g}.")
     lm = _model(model, device, dtype)
     length = lm.config.context // 2 if context is None else context
@@ -125,7 +125,8 @@ def engine(
     with output_file(out):
         print_line = partial(typer.echo, err=as_json)
         numbers = _budgets(lm, budgets)
-        _finish(measure(lm, rows, numbers, length, tokens, _names(paths), seconds, print_line), model, out, as_json)
+        report = measure(lm, rows, numbers, length, tokens, parse_names(paths), seconds, print_line)
+        _finish(report, model, out, as_json)
 
 
 @bench.command("train", cls=Verb)
@@ -160,7 +161,7 @@ def train(
     require(precision in ("bfloat16", "float32"), f"Training runs in bfloat16 or float32, not {precision!r}.")
     require(steps >= 1, f"--steps must be 1 or more, got {steps}.")
     sizes = parse_counts(micro_batches, "--micro-batches")
-    names = None if paths is None else _names(paths)
+    names = None if paths is None else parse_names(paths)
     with output_file(out):
         print_row = partial(_print_row, as_json)
         _finish(measure(config_of(model), sizes, chosen, precision, names, steps, print_row), model, out, as_json)
@@ -183,10 +184,6 @@ def _budgets(model: "LoopedLM", text: str | None) -> list[int]:
     for budget in budgets:
         model.resolve(budget)
     return budgets
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
 
 
 def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":

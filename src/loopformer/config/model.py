@@ -161,6 +161,11 @@ def parse_counts(text: str, option: str) -> list[int]:
     return numbers
 
 
+def parse_names(text: str) -> list[str]:
+    """The names in the text of an option, such as piqa,arc_easy."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Any model of the family. The defaults are the paper's LoopFormer 3⊗8.
