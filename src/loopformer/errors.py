@@ -15,6 +15,7 @@ import re
 from importlib import import_module
 from typing import Any
 
+NO_TOKENIZER = "This model came without a tokenizer; put its tokenizer.json beside its weights."
 REMOVED_CERTAINTY = (
     "certainty was removed from generation, where every token takes all loops of its budget; "
     "`loopformer eval text --certainty` measures early exit."
@@ -76,5 +77,5 @@ def remedy(error: BaseException) -> str:
     if number in _DISK_FULL:
         return "make room"
     return (
-        "change its permissions or choose another place" if number in _NO_ACCESS else "check the path and the disk"
+        "change its permissions or choose another path" if number in _NO_ACCESS else "check the path and the disk"
     )

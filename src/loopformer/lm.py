@@ -20,7 +20,7 @@ from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device
-from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, nearest, require
+from loopformer.errors import NO_TOKENIZER, REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, nearest, require
 from loopformer.inference.engine import Engine, generate
 from loopformer.inference.fused.batch_pool import BatchPool, unsupported_reason
 from loopformer.inference.request import Event, Request, Result, Sampling, is_whole
@@ -243,7 +243,7 @@ class LM:
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises if the model has none."""
         if self.tokenizer is None:
-            raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
+            raise LoopformerError(NO_TOKENIZER)
         return self.tokenizer
 
 

@@ -31,7 +31,7 @@ from loopformer.analysis.figures import accuracy_figure, perplexity_figure, sear
 from loopformer.config.run import validation_budgets
 from loopformer.errors import FileProblem
 from loopformer.evaluation.store import JsonDict
-from loopformer.evaluation.tasks import PAPER, TASKS
+from loopformer.evaluation.tasks import PAPER, SHARE_METRICS, TASKS
 from loopformer.files import json_bytes, read_yaml, write_together
 from loopformer.plots import figure_bytes, has_matplotlib
 
@@ -57,7 +57,6 @@ CHANCE = {"lambada": 0.0} | {name: 1 / count for name, count in _CHOICES.items()
 CHANCE_AVERAGE = sum(CHANCE.values()) / len(CHANCE)
 
 _SHORT_LABELS = {"hellaswag": "HS", "lambada": "LB", "openbookqa": "OBQA", "social_iqa": "SIQA", "winogrande": "WG"}
-_SHARE_METRICS = ("acc", "exact_match")  # beginnings of metrics that are shares of correct answers
 _DPI = 170
 _DOTS_PER_REM = 20  # the same for all figures, so that their text has the same size
 
@@ -138,7 +137,7 @@ class ReportData:
             ]
         metrics = {name: task["metric"] for run in self.task_runs[:1] for name, task in run["tasks"].items()}
         return [
-            ScoreColumn(name, name, f"{name} ({metric})", metric.startswith(_SHARE_METRICS), (name,))
+            ScoreColumn(name, name, f"{name} ({metric})", metric.startswith(SHARE_METRICS), (name,))
             for name, metric in metrics.items()
         ]
 

@@ -27,8 +27,6 @@ from loopformer.trajectory import Trajectory
 if TYPE_CHECKING:
     from loopformer.evaluation.store import JsonDict
 
-_PROMPT_LENGTH = 128  # tokens; fixed, because entropy depends on the length and models are compared
-
 
 @stoppable("an analysis is written when all is measured, the same command starts again")
 def analyze(
@@ -68,8 +66,8 @@ def analyze(
 
     Example: loopformer analyze --model runs/demo/elastic --model runs/demo/fixed --out analysis
     """
+    from loopformer.analysis.dynamics import PROMPT_LENGTH, model_names, read_prompts, to_json, write_results
     from loopformer.analysis.dynamics import analyze as run
-    from loopformer.analysis.dynamics import model_names, read_prompts, to_json, write_results
     from loopformer.analysis.figures import state_figures
     from loopformer.device import choose_device
     from loopformer.lm import load
@@ -80,7 +78,7 @@ def analyze(
     names, configs = model_names(sources), [find_config(path)[0] for path in sources]
     trajectories = _trajectories(budgets, trajectory or [], dict(zip(names, configs, strict=True)))
     context = min(config.context for config in configs)
-    tokens = min(_PROMPT_LENGTH, context) if length is None else length
+    tokens = min(PROMPT_LENGTH, context) if length is None else length
     require(tokens <= context, f"--length {tokens} is above the context of {context} tokens; shorten it.")
     target, source = choose_device(device), text or _default_text(sources)
     results: list[JsonDict] = []

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from loopformer.cli.options import Json
+from loopformer.cli.options import Heads, Json, Loops
 from loopformer.cli.output import stoppable
 from loopformer.errors import require
 from loopformer.files import remove_empty_on_failure
@@ -19,8 +19,8 @@ def import_(
         typer.Argument(metavar="SOURCE", help="A .safetensors or .pt file, a Hugging Face folder, or a Hub id."),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    heads: Annotated[int | None, typer.Option(help="Attention heads, for weights without a config.")] = None,
-    loops: Annotated[int | None, typer.Option(help="Loops L, for weights without a config.")] = None,
+    heads: Heads = None,
+    loops: Loops = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(help="gpt2 (from the Hub), a tokenizer.json, or its folder. The published weights use gpt2."),

@@ -137,8 +137,8 @@ def _show(ranking: dict[str, Any]) -> None:
         typer.echo(f"mean step by position, {which.replace('_', ' ')}: {steps}")
     if (correlation := ranking["rank_correlation"]) is not None:
         typer.echo(f"rank correlation: {correlation:.3f} (1: perplexity and accuracy rank alike)")
-    if (passes := ranking["passes"]) is not None:
-        typer.secho(f"passes per batch: {passes['shared']:,}, {passes['separate']:,} without sharing", dim=True)
+    if (loops := ranking["passes"]) is not None:
+        typer.secho(f"loops per batch: {loops['shared']:,}, {loops['separate']:,} without sharing", dim=True)
 
 
 def _gain_sentence(gain: dict[str, Any], ranking: dict[str, Any]) -> str:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 REQUESTS_FORMAT, ANSWERS_FORMAT, FORMAT_VERSION = "loopformer-requests", "loopformer-answers", 1
 
+SHARE_METRICS = ("acc", "exact_match")  # beginnings of metrics that are shares of correct answers
 _LOGLIKELIHOOD, _ROLLING = "loglikelihood", "loglikelihood_rolling"
 
 
@@ -268,8 +269,7 @@ def run_requests(
             missing = [trajectory for trajectory in group if task not in runs[str(trajectory)]]
             if not missing:
                 continue
-            label = f"M={missing[0].budget}" if missing[0].is_uniform else str(missing[0])
-            label = label if len(missing) == 1 else f"{len(missing)} schedules"
+            label = missing[0].label if len(missing) == 1 else f"{len(missing)} schedules"
             count = None if report is None else partial(report, f"{task} {label}")
             for trajectory, answered in answer_requests(loaded.lm, queries, missing, batch_tokens, count).items():
                 loaded.store.put(keys[trajectory], asdict(answered))

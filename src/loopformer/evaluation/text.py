@@ -348,7 +348,7 @@ def perplexity(
         counts = range(1, trajectory.budget + 1)  # of loops that a position can take
         value = stored = store.get(key)
         if value is None:
-            status = f"{text.name} M={trajectory.budget}" if trajectory.is_uniform else f"{text.name} {trajectory}"
+            status = f"{text.name} {trajectory.label}"
             started = time.perf_counter()
             if certainty is None:
                 batches = score_spans(model, cut.windows, [trajectory], batch_tokens, share=False)

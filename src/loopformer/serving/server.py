@@ -41,7 +41,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
+from loopformer.errors import NO_TOKENIZER, FileProblem, LoopformerError, RunFailed, require
 from loopformer.inference.chat import ChatTemplate, was_tuned_to_answer
 from loopformer.loading import find_config
 from loopformer.loading.folder import resolve_model_path, run_folder_of, trained_budgets
@@ -132,7 +132,7 @@ def inspect_model(model: str) -> tuple[ModelConfig, ChatTemplate]:
     """A model's settings and chat template, without loading the weights. Raises if either is unusable."""
     config, folder = find_config(model)
     if folder is None:
-        raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
+        raise LoopformerError(NO_TOKENIZER)
     chat = ChatTemplate.find(Tokenizer.load(folder), resolve_model_path(model), run_folder_of(model))
     chat.encode([{"role": "user", "content": "?"}])  # a broken template fails here, not at the first chat
     return config, chat
