@@ -227,7 +227,7 @@ def outcomes(suite: "Suite", task: str, values: Sequence[Any]) -> str:
     right = []
     for pairs in by_example.values():
         results = definition.process_results(pairs[0][0], [value for _, value in pairs])
-        right.append(str(int(results[suite.metric(task, results)])))
+        right.append(str(int(results[suite.main_metric(task, results)])))
     return "".join(right)
 
 
