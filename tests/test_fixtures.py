@@ -52,8 +52,8 @@ def test_models_load_and_compute_the_same(source: str) -> None:
 
 
 def test_an_export_keeps_its_default_trajectory() -> None:
-    assert str(load("exported").default) == "2-1-1"
-    assert load("run").default is None
+    assert str(load("exported").default_trajectory) == "2-1-1"
+    assert load("run").default_trajectory is None
 
 
 @pytest.mark.parametrize("step", make.KEPT)

@@ -31,8 +31,8 @@ from loopformer.model import LoopedLM
 from loopformer.scoring import Score, score_texts
 from loopformer.trajectory import Trajectory
 
-Budget = int | Sequence[int] | None
-Schedule = Trajectory | str | Sequence[Trajectory | str] | None
+Budgets = int | Sequence[int] | None
+Trajectories = Trajectory | str | Sequence[Trajectory | str] | None
 Fast = bool | Literal["auto"]  # auto: use the fused kernels where they can run
 REMOVED_OPTIONS = {  # options of earlier versions, and what to use instead
     "certainty": REMOVED_CERTAINTY,
@@ -70,8 +70,13 @@ class LM:
 
     model: LoopedLM
     tokenizer: Tokenizer | None = None
-    default: Trajectory | None = None  # for calls without a budget or trajectory; None means all loops
+    default_trajectory: Trajectory | None = None  # of calls without a budget or trajectory; None: all loops
     _pool: BatchPool | None = field(default=None, repr=False)  # created by the first fused run
+
+    @property
+    def default(self) -> Trajectory | None:
+        """The earlier name of `default_trajectory`."""
+        return self.default_trajectory
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
         """Move the model, in place, to a device and dtype."""
@@ -83,8 +88,8 @@ class LM:
     def generate(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
         self,
         prompt: str,
-        budget: Budget = None,
-        trajectory: Schedule = None,
+        budget: Budgets = None,
+        trajectory: Trajectories = None,
         **options: Unpack[GenerateOptions],
     ) -> Result: ...
 
@@ -92,16 +97,16 @@ class LM:
     def generate(
         self,
         prompt: Sequence[str],
-        budget: Budget = None,
-        trajectory: Schedule = None,
+        budget: Budgets = None,
+        trajectory: Trajectories = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Result]: ...
 
     def generate(
         self,
         prompt: str | Sequence[str],
-        budget: Budget = None,
-        trajectory: Schedule = None,
+        budget: Budgets = None,
+        trajectory: Trajectories = None,
         **options: Unpack[GenerateOptions],
     ) -> Result | list[Result]:
         """Continue one prompt, or several in one batch. Pass one budget or trajectory for all, or one per prompt.
@@ -122,8 +127,8 @@ class LM:
     def stream(
         self,
         prompt: str,
-        budget: Budget = None,
-        trajectory: Schedule = None,
+        budget: Budgets = None,
+        trajectory: Trajectories = None,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[str]:
         """Yield the continuation of a prompt piece by piece. A piece never ends inside a character."""
@@ -133,7 +138,7 @@ class LM:
 
     def events(self, requests: Sequence[Request], fast: Fast = "auto") -> Iterator[Event]:
         """Run requests in one batch and yield their events as they happen. A failed request raises `RunFailed`."""
-        fused = self._is_fused(fast)  # inside `run` it would be checked only when the first event is read
+        fused = self._is_fused(fast)  # Check now: a generator's body runs only at its first next().
 
         def run() -> Iterator[Event]:
             with self._runner(len(requests), fused) as runner:
@@ -152,7 +157,7 @@ class LM:
 
     @contextmanager
     def _runner(self, requests: int, fused: bool) -> Iterator[Runner]:
-        """A runner for this many requests. Prompts share nothing, as each of them is run once."""
+        """A runner for this many requests. No prefix sharing: each prompt runs once."""
         if not fused:
             yield PlainRunner(self.model, max(1, requests), share_prompts=False)
             return
@@ -162,7 +167,7 @@ class LM:
         with self._pool.batch(max(1, requests)) as batch:
             yield FusedRunner(batch, share_prompts=False)
 
-    def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
+    def score(self, texts: Sequence[str], budget: Budgets = None, trajectory: Trajectories = None) -> list[Score]:
         """The log-probabilities of each text's tokens, after an end token as in `loopformer eval`."""
         if isinstance(texts, str):
             raise LoopformerError("score takes a list of texts; put the one text in brackets.")
@@ -199,8 +204,8 @@ class LM:
     def requests(
         self,
         prompts: Sequence[str],
-        budget: Budget = None,
-        trajectory: Schedule = None,
+        budget: Budgets = None,
+        trajectory: Trajectories = None,
         **options: Unpack[RequestOptions],
     ) -> list[Request]:
         """Requests for `lm.events` or an engine, one per prompt. `generate` and `stream` run the same requests."""
@@ -222,12 +227,12 @@ class LM:
             for prompt, steps in zip(prompts, trajectories, strict=True)
         ]
 
-    def trajectories(self, rows: int, budget: Budget = None, trajectory: Schedule = None) -> list[Trajectory]:
-        """One trajectory per row: from a budget or trajectory for all rows or for each, or from the default."""
+    def trajectories(self, rows: int, budget: Budgets = None, trajectory: Trajectories = None) -> list[Trajectory]:
+        """One trajectory per row. Either argument may be a single value or a list; without both, the default."""
         if budget is not None and trajectory is not None:
             raise LoopformerError("Give a budget or a trajectory, not both.")
         chosen: Any = budget if trajectory is None else trajectory
-        resolved = self.model.trajectories(self.default if chosen is None else chosen, rows)
+        resolved = self.model.trajectories(self.default_trajectory if chosen is None else chosen, rows)
         return [resolved] * rows if isinstance(resolved, Trajectory) else resolved
 
     def _encode(self, text: str) -> list[int]:
@@ -255,7 +260,7 @@ def load(source: str | Path) -> LM:
             return load_official(source)
         lm = _build_lm(*read_model(folder))
         trajectory = default_trajectory(folder)
-        lm.default = None if trajectory is None else lm.model.resolve(trajectory)
+        lm.default_trajectory = None if trajectory is None else lm.model.resolve(trajectory)
         return lm
 
     return from_model_folder(source, read)
