@@ -11,14 +11,14 @@ from loopformer.cli.output import Display, progress, stoppable
 from loopformer.errors import FileProblem
 
 
-def _after_stop(**options: Any) -> str:
+def _outcome_of_stop(**options: Any) -> str:
     """What Ctrl-C leaves: nothing until the tokenizer is written. An import here would delay the exit."""
     if any(options["out"].glob("*.json")):
         return "the same command continues where this one stopped"
     return "nothing was written yet, so the same command starts from the beginning"
 
 
-@stoppable(_after_stop)
+@stoppable(_outcome_of_stop)
 def prepare(
     sources: Annotated[
         list[str] | None,
@@ -26,7 +26,7 @@ def prepare(
             metavar="SOURCE",
             help="Files, folders or globs of .txt .md .jsonl .parquet (also .gz .xz .zst), "
             "hf:DATASET[:config][:split], pile, fineweb-edu, openwebtext, or stdlib, which is the default; "
-            "each may have a weight, as in news.jsonl=2, which is 1 where only others have one.",
+            "each may have a weight, as in news.jsonl=2; once one source has a weight, the others count 1.",
             show_default=False,
         ),
     ] = None,

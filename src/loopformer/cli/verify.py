@@ -35,7 +35,7 @@ def verify(
     """
     paths = [*(paths or []), *(models or [])]
     require(bool(paths), "There is nothing to verify; name prepared data, a run or a model.")
-    results = []
+    results, damaged = [], []
     for path in paths:
         for name, check in _checks(path):
             try:
@@ -43,12 +43,13 @@ def verify(
                 problem = None
             except LoopformerError as error:
                 problem = str(error)
+                damaged.append(name)
             results.append({"path": path, "what": name, "wrong": problem})
             if not as_json:
                 typer.echo(f"{name}: {problem or 'ok'}")
     if as_json:
         typer.echo(json.dumps(results))
-    if damaged := [str(result["what"]) for result in results if result["wrong"]]:
+    if damaged:
         raise FileProblem(f"{len(damaged)} of {len(results)} did not pass: {', '.join(damaged)}.")
 
 
