@@ -341,7 +341,8 @@ def perplexity(
         check_threshold(certainty)
     cut = cut_text(text, protocol or Protocol(), model.config.context)
     resolved = [model.resolve(trajectory) for trajectory in trajectories]
-    weights, store, facts, rows = weights or weights_hash(model), store or Store(None), cut.facts, []
+    weights, store = weights or weights_hash(model), store or Store(None)
+    facts, rows = cut.facts, []
     for trajectory in resolved:
         key = cut.key("perplexity", model, weights, trajectory)
         key |= {} if certainty is None else {"certainty": certainty}
