@@ -32,7 +32,7 @@ from loopformer.model.conditioning import Condition
 from loopformer.model.looped import LoopedLM
 
 MAX_ROOTS = 256  # trajectories whose prompts are cached at a time
-UNCOUNTED = 2  # most tokens that a slot may hold beyond its noted length: two steps that were not counted yet
+MAX_UNNOTED_TOKENS = 2  # a slot may hold the tokens of two steps beyond its noted length
 MOVED = -1  # the ticket of a slot whose row was copied to another one, until it is cleared
 
 Fingerprint = tuple[tuple[int, object, int], ...]
@@ -352,7 +352,7 @@ class SlotPool(KVCache):
         slot = self.layout[source]
         assert slot is not None
         assert self.layout[target] is None
-        end = slot.length + UNCOUNTED  # a step may have been run since the length was noted
+        end = slot.length + MAX_UNNOTED_TOKENS  # a step may have been run since the length was noted
         for loop, condition in zip(self.loops[: slot.budget], self._conditions, strict=False):
             loop[:, :, target, :, :end] = loop[:, :, source, :, :end]
             for part in condition.tensors:
@@ -365,7 +365,7 @@ class SlotPool(KVCache):
         slot = self.layout[index]
         assert slot is not None
         for loop in self.loops[: slot.budget]:
-            loop[:, :, index, :, : slot.length + UNCOUNTED] = 0
+            loop[:, :, index, :, : slot.length + MAX_UNNOTED_TOKENS] = 0
         self._set_slots({index: None})
 
     def _set_slots(self, changes: dict[int, Slot | None]) -> None:

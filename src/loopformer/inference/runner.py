@@ -36,7 +36,7 @@ PREFILL_CHUNK = 512  # tokens of a long prompt that are run at a time
 PAGE = 16  # tokens of a page of the plain runner
 CACHE_SLOTS = 4  # slots' worth of memory for cached prompts, by default
 MAX_TABLES = 32  # condition tables of the trajectories that were used last
-SLOTS = -1  # the ticket under which the slots of the plain runner hold their pages
+SLOT_MEMORY_TICKET = -1  # the ticket under which the slots of the plain runner hold their pages
 
 
 class Runner(Protocol):
@@ -316,7 +316,7 @@ class PlainRunner(PromptRunner):
     def free_except(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         tickets = {sequence.ticket for sequence in waiting}
         self.slots.free_except({sequence.ticket: sequence.cached_length for sequence in running})
-        self.blocks.free_except({SLOTS})  # blocks that an interrupted `_cache_prompt` left
+        self.blocks.free_except({SLOT_MEMORY_TICKET})  # blocks that an interrupted `_cache_prompt` left
         self._drop_partial_except(tickets)
         self._finished = tuple(
             [output for output in self._finished if any(each.ticket in tickets for each in output.sequences)]
@@ -328,7 +328,7 @@ class PlainRunner(PromptRunner):
         # The pages first: cached blocks are evicted for them before the slots take the memory. Rounded up, slots of
         # full size may come to one page more than there are.
         pages = -(-self.slots.bytes_for(loops, tokens) // self._page_bytes)
-        self.blocks.reserve(SLOTS, min(pages, self.blocks.pages))
+        self.blocks.reserve(SLOT_MEMORY_TICKET, min(pages, self.blocks.pages))
         self.slots.grow(loops, tokens, table)
         self.slots.admit(sequence.ticket, table, kv, len(sequence.request.prompt))
         if self._share_prompts:
