@@ -325,20 +325,20 @@ def test_every_number_has_its_facts(loaded: LoadedModel, suite: Suite) -> None:
     assert found["tasks"]["race"]["data"]["file"] == "race_high.test.jsonl"
 
 
-def test_finished_pieces_are_kept(loaded: LoadedModel, suite: Suite, passes: Callable[[], int]) -> None:
+def test_finished_pieces_are_kept(loaded: LoadedModel, suite: Suite, loops_run: Callable[[], int]) -> None:
     copa = Requests({}, {"copa": suite.queries["copa"]})
     both = Requests({}, {**copa.queries, "piqa": suite.queries["piqa"]})
     first = run_requests(loaded, copa, loaded.trajectories("1,2")).runs
-    passes()
+    loops_run()
     extended = run_requests(loaded, both, loaded.trajectories("1,2,4")).runs
-    assert passes() > 0
+    assert loops_run() > 0
     assert run_requests(loaded, both, loaded.trajectories("1,2,4")).runs == extended
-    assert passes() == 0
+    assert loops_run() == 0
     assert {name: run["copa"] for name, run in extended.items() if name != "4"} == {
         name: run["copa"] for name, run in first.items()
     }
     run_requests(replace(loaded, weights="others"), copa, loaded.trajectories("1"))
-    assert passes() > 0
+    assert loops_run() > 0
 
 
 def test_by_way_of_files_every_digit_is_the_same(loaded: LoadedModel, suite: Suite, tmp_path: Path) -> None:
