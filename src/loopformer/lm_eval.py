@@ -277,8 +277,7 @@ def _task_errors(name: str, local: LocalExamples | None) -> Iterator[None]:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if local is not None:
             raise FileProblem(
-                f"An example in {local.file} does not fit {name} ({what}); "
-                "compare the fields with docs/benchmarks.md."
+                f"An example in {local.file} does not fit {name} ({what}); compare the fields with docs/tasks.md."
             ) from error
         hint = "give its data with --data" if name in TASKS else "check its data and its definition"
         raise RunFailed(f"The task {name} cannot be loaded ({what}); connect to the Hub, or {hint}.") from error

@@ -92,7 +92,7 @@ def test_a_folder_is_no_file_to_write(model: str, text: str, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model whose context holds the questions of benchmarks."""
+    """A model whose context holds the questions of tasks."""
     return save_small(tmp_path_factory.mktemp("models") / "mine", context=64)
 
 

@@ -45,9 +45,7 @@ if TYPE_CHECKING:
     from loopformer.lm_eval import Suite
 
 PARTS = ("perplexity", "tasks", "search", "analysis")  # what --skip accepts
-_NO_TASKS = (
-    "No benchmarks were asked for; give their files with --data, or --tasks paper to have them from the Hub."
-)
+_NO_TASKS = "No tasks were asked for; give their files with --data, or --tasks paper to have them from the Hub."
 _NO_TEXT = "No text was given, and no run has prepared data that can be found; give one with --text NAME=SOURCE."
 _ONE_SCHEDULE = "There is only one schedule of this budget, so there is nothing to search."
 

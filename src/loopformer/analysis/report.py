@@ -42,14 +42,14 @@ REPORT, FIGURES, TABLES = "report.json", "figures", "tables"
 REPORT_FORMAT, REPORT_VERSION = "loopformer-report", 1  # of report.json
 PART_NAMES = {  # part → how a sentence about a missing part begins
     "perplexity": "Perplexity",
-    "tasks": "Benchmarks",
+    "tasks": "Tasks",
     "search": "Schedules",
     "analysis": "Representations",
     "training": "Training",
 }
 TOLERANCE = 0.05  # rows are compared if their costs differ by at most this share
 
-# Answers to choose from in an example of each benchmark.
+# Answers to choose from in an example behind each score.
 _CHOICES = {"copa": 2, "hellaswag": 4, "openbookqa": 4, "piqa": 2, "race": 4, "social_iqa": 3, "arc": 4, "sciq": 4}
 _CHOICES |= {"winogrande": 2}
 # The accuracy of guessing. LAMBADA offers no answers: any word may come next.
@@ -99,7 +99,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # report_tables.yaml uses these na
 
 
 class ScoreColumn(NamedTuple):
-    """A benchmark, and the tasks that its score is the mean of."""
+    """A score, and the tasks that it is the mean of."""
 
     key: str
     label: str  # short, for a heading
@@ -319,7 +319,7 @@ def build_tables(report: ReportData) -> dict[str, Table]:
 
 
 def _expand_columns(columns: Sequence[Sequence[str]], report: ReportData) -> list[Column]:
-    """The columns of a table, with one for each text or benchmark in place of a pattern."""
+    """The columns of a table, with one for each text or score in place of a pattern."""
     expanded = []
     for column in (Column(*values) for values in columns):
         if "{text}" in column.key:

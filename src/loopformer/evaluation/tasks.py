@@ -9,7 +9,7 @@ Kinds of requests and their arguments are those of the harness:
     loglikelihood          (context, continuation) → [log-likelihood, whether greedy decoding gives that]
     loglikelihood_rolling  (text,)                 → log-likelihood of all tokens, each with as much context as fits
 
-Local files of the paper's tasks are JSON lines named TASK.SPLIT.jsonl, with the fields in docs/benchmarks.md. Files
+Local files of the paper's tasks are JSON lines named TASK.SPLIT.jsonl, with the fields in docs/tasks.md. Files
 of requests and answers are JSON lines too. The first line says what the file is. Each other line is one request, or
 the answers of one trajectory to one task. Log-likelihoods keep every digit.
 """
