@@ -3,8 +3,8 @@
     require(steps >= 1, f"training.steps must be 1 or more, got {steps}.")
     raise FileProblem(f"There is no file {path}; check the path.")
 
-The command line prints the sentence and exits with the error's `exit_code`. For a sentence that is costly to build,
-such as one with `nearest(…)`, use `if` and `raise`, because `require` builds it even if nothing is wrong.
+The command line prints the sentence and exits with the error's `exit_code`. `require` builds the sentence even if
+nothing is wrong. So use `if` and `raise` for one that is costly to build, such as one with `nearest(…)`.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def search(
         protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
         protocol.sizes(loaded.model.config.context)
         suite = None if tasks is None else load_tasks(tasks, data, None, examples, report)
-        source = None if by == "accuracy" and text is None else text or text_of_model(model)
+        source = None if by == "accuracy" and text is None else (text or text_of_model(model))
         score = None if suite is None else partial(suite.accuracy, loaded, batch_tokens=batch_tokens, report=report)
         ranking = run(
             loaded.model,

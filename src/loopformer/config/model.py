@@ -33,7 +33,7 @@ RENAMED_KEYS = {
     "during": "active_range",  # each of objective.trajectories
     "way": "execution_mode",  # state.json of a checkpoint
 }
-# Keys of trajectories that no longer exist. Reading drops a key that has this value, because it had no effect.
+# Former keys of an entry of objective.trajectories, at the value that had no effect. Reading drops these.
 REMOVED_KEYS = {"chance": 1}
 
 

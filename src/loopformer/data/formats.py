@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from loopformer.data.splits import LONGEST, cut
+from loopformer.data.splits import MAX_CHARS, cut
 from loopformer.errors import FileProblem, import_optional, unreadable
 
 Record = dict[str, Any]
@@ -94,13 +94,13 @@ def _read_all(path: Path, field: str, skip: int, meter: Meter, only_field: bool)
 
 
 def _read_texts(stream: IO[bytes]) -> Iterator[str]:
-    """The text as a single document, or as several if it is longer than LONGEST characters."""
+    """The text as a single document, or as several if it is longer than MAX_CHARS characters."""
     text = io.TextIOWrapper(stream, encoding="utf-8-sig")
     rest = ""
-    while block := text.read(LONGEST):
+    while block := text.read(MAX_CHARS):
         rest += block
-        if len(rest) > LONGEST:
-            *documents, rest = cut(rest, LONGEST // 2, LONGEST)
+        if len(rest) > MAX_CHARS:
+            *documents, rest = cut(rest, MAX_CHARS // 2, MAX_CHARS)
             yield from documents
     if rest:
         yield rest

@@ -97,7 +97,8 @@ class LocalExamples:
 
 def read_examples(folder: str | Path, name: str) -> LocalExamples:
     """Read a task's examples: the split that the harness scores, else a stand-in that `note` describes."""
-    task, path, examples = TASKS[name], _find_file(Path(folder), name), list[JsonDict]()
+    task, path = TASKS[name], _find_file(Path(folder), name)
+    examples: list[JsonDict] = []
     content = path.read_bytes()
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():

@@ -103,7 +103,8 @@ def read_text(
             part += f"; the first {source.val_tokens:,} tokens" if source.val_tokens else ""
         limit = source.val_tokens
         encoded = _encode_in_batches(_source_texts(source, field), tokenizer)
-    digest, read, tokens = hashlib.sha256(), list[Ids](), 0
+    digest = hashlib.sha256()
+    read, tokens = list[Ids](), 0
     for text, ids in encoded:
         # The limit of a preset also counts one end token per document: `len(read)` so far.
         if limit is not None and tokens + len(read) + len(ids) > limit:

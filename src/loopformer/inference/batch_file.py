@@ -306,7 +306,8 @@ def _describe_prompts(source: Path, failed: Collection[str], first: int | None =
 
     `failed` holds their numbers, counted from 1. Only the `first` lines are described, or all of them.
     """
-    digest, count, hashes = hashlib.sha256(), 0, dict[str, str]()
+    count, digest = 0, hashlib.sha256()
+    hashes: dict[str, str] = {}
     with _open_prompts(source) as lines:
         for line in islice(filter(bytes.strip, lines), first):
             count += 1

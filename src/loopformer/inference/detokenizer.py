@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 REPLACEMENT_CHARACTER = "\ufffd"  # an incomplete UTF-8 character decodes to it
-MIN_CONTEXT_TOKENS = 8  # of a prompt; the text of the tokens that follow it depends on its last word alone
+MIN_CONTEXT_TOKENS = 8  # of a prompt to decode with what follows, whose text depends on the prompt's last word
 
 
 class Detokenizer(Protocol):
@@ -114,7 +114,7 @@ class TextStream:
 
 
 def _last_words(tokenizer: Detokenizer, ids: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """The last tokens with some text, and this text. All of a long prompt takes long to decode."""
+    """The last tokens with some text, and this text. Decoding all of a long prompt would take long."""
     last, text = tuple(ids[-MIN_CONTEXT_TOKENS:]), ""
     while last:
         text = tokenizer.decode(last)
