@@ -16,11 +16,17 @@ from importlib import import_module
 from typing import Any
 
 NO_TOKENIZER = "This model came without a tokenizer; put its tokenizer.json beside its weights."
-REMOVED_CERTAINTY = (
-    "certainty was removed from generation, where every token takes all loops of its budget; "
-    "`loopformer eval text --certainty` measures early exit."
-)
-REMOVED_DRAFT = "draft was removed, as it made generation no faster; leave it out, the text is the same"
+# Options and commands of earlier versions: that they were removed, and what to use instead.
+REMOVED = {
+    "adaptive": "adaptive was removed, as it never beat a fixed budget; use --budget.",
+    "calibrate": "calibrate was removed, as adaptive budgets never beat fixed ones; use generate --budget.",
+    "certainty": "certainty was removed from generation, where every token takes all loops of its budget; "
+    "`loopformer eval text --certainty` measures early exit.",
+    "draft": "draft was removed, as it made generation no faster; leave it out, the text is the same.",
+    "draft-length": "draft-length was removed together with --draft; leave it out, the text is the same.",
+    "int8": "int8 was removed; leave it out, and on a GPU decode in bfloat16.",
+    "memory": "bench memory was removed; use bench train, whose rows have the peak memory.",
+}
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device
-from loopformer.errors import NO_TOKENIZER, REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, nearest, require
+from loopformer.errors import NO_TOKENIZER, REMOVED, LoopformerError, nearest, require
 from loopformer.inference.engine import Engine, generate
 from loopformer.inference.fused.batch_pool import BatchPool, unsupported_reason
 from loopformer.inference.request import Event, Request, Result, Sampling, is_whole
@@ -34,11 +34,6 @@ from loopformer.trajectory import Trajectory
 Budgets = int | Sequence[int] | None
 Trajectories = Trajectory | str | Sequence[Trajectory | str] | None
 Fast = bool | Literal["auto"]  # auto: use the fused kernels where they can run
-REMOVED_OPTIONS = {  # options of earlier versions, and what to use instead
-    "certainty": REMOVED_CERTAINTY,
-    "draft": f"{REMOVED_DRAFT}.",
-    "int8": 'int8 was removed; leave it out, and on a GPU decode in bfloat16: lm.to("cuda", torch.bfloat16).',
-}
 
 
 class RequestOptions(TypedDict, total=False):
@@ -212,8 +207,8 @@ class LM:
         if isinstance(prompts, str):
             raise LoopformerError("requests takes a list of prompts; put the one prompt in brackets.")
         for name in options:
-            if name in REMOVED_OPTIONS:
-                raise LoopformerError(REMOVED_OPTIONS[name])
+            if name in REMOVED:
+                raise LoopformerError(REMOVED[name])
             if name not in RequestOptions.__annotations__:
                 hint = nearest(name, list(GenerateOptions.__annotations__))
                 raise LoopformerError(f"Unknown option {name} for generation; {hint}")

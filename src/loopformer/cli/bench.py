@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopformer.cli.options import Device, Json, RemovedInt8, Verb, VerbGroup, complete_model_or_preset
+from loopformer.cli.options import Device, Json, Verb, VerbGroup, complete_model_or_preset
 from loopformer.cli.output import output_file, print_files, stoppable
 from loopformer.config import load_run, parse_counts, preset_names, with_expected_vocab
 from loopformer.config.model import BOX, parse_names
-from loopformer.errors import LoopformerError, require
+from loopformer.errors import require
 from loopformer.files import write_json
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ AnyModel = Annotated[
 ]
 BenchDtype = Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")]
 Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
-_REMOVED = {  # commands of earlier versions
-    "memory": "bench memory was removed; use bench train, whose rows have the peak memory.",
-}
 _COLUMN_FORMATS = {  # of a printed row; the other entries appear only in the JSON
     "path": "{:12s}",
     "routes": "{:14s}",
@@ -59,7 +56,6 @@ def decode(
     batches: Annotated[str, typer.Option(help="Batch sizes, such as 1,64.")] = "1",
     contexts: Annotated[str | None, typer.Option(help="Prompt tokens. Default: half the context.")] = None,
     tokens: Annotated[int, typer.Option(help="New tokens to time.")] = 32,
-    removed_int8: RemovedInt8 = False,
     paths: Annotated[
         str, typer.Option(help="Which of these to measure; naive has no KV cache.")
     ] = "naive,plain,fused,transformers,transformers compiled",
@@ -165,15 +161,6 @@ def train(
     with output_file(out):
         print_row = partial(_print_row, as_json)
         _finish(measure(config_of(model), sizes, chosen, precision, names, steps, print_row), model, out, as_json)
-
-
-def _refuse_removed(context: typer.Context) -> None:
-    raise LoopformerError(_REMOVED[str(context.info_name)])
-
-
-for _name in _REMOVED:
-    _any_options = {"ignore_unknown_options": True, "allow_extra_args": True}
-    bench.command(_name, hidden=True, context_settings=_any_options)(_refuse_removed)
 
 
 def _budgets(model: "LoopedLM", text: str | None) -> list[int]:

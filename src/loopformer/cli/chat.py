@@ -19,7 +19,6 @@ from loopformer.cli.options import (
     MinP,
     Model,
     NewTokens,
-    RemovedCertainty,
     RepetitionPenalty,
     Seed,
     Temperature,
@@ -65,7 +64,6 @@ def chat(
     fast: FastOption = None,
     device: Device = "auto",
     dtype: DecodeDtype = None,
-    removed_certainty: RemovedCertainty = None,
 ) -> None:
     """Talk with a model; /help lists what can be changed during the chat.
 

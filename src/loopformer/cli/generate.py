@@ -19,9 +19,6 @@ from loopformer.cli.options import (
     MinP,
     Model,
     NewTokens,
-    RemovedCertainty,
-    RemovedDraft,
-    RemovedInt8,
     RepetitionPenalty,
     Seed,
     TopK,
@@ -102,9 +99,6 @@ def generate(
         typer.Option("--out", "-o", help="The file for the answers to --input. If it exists, it is continued."),
     ] = None,
     rows: Annotated[int | None, typer.Option(help="Maximum prompts of --input at once. Default: 16.")] = None,
-    removed_certainty: RemovedCertainty = None,
-    removed_draft: RemovedDraft = None,
-    removed_int8: RemovedInt8 = False,
 ) -> None:
     """Continue a prompt, streaming. The budget is a number of loops, a schedule or a target.
 

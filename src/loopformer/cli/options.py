@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from loopformer.config import load_run
 from loopformer.config.model import BOX, bundled_model_dir
 from loopformer.config.run import list_presets
-from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, FileProblem, LoopformerError, require
+from loopformer.errors import REMOVED, FileProblem, LoopformerError, require
 from loopformer.files import read_json, read_yaml
 
 RUN_FILE, MODEL_FILE = "run.yaml", "config.json"  # a folder with one of these is a run or a model
@@ -50,6 +50,9 @@ class Verb(_BareFlags, TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except _UsageError as error:
+            removed = str(getattr(error, "option_name", "")).removeprefix("--")
+            if removed in REMOVED:
+                raise LoopformerError(f"--{REMOVED[removed]}") from error
             problem: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
             names = {param.name for param in self.params}
             path = ctx.command_path.removeprefix(ctx.find_root().command_path)  # however it was started
@@ -64,6 +67,11 @@ class Verb(_BareFlags, TyperCommand):
 
 class VerbGroup(_BareFlags, TyperGroup):
     """A verb with subcommands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in REMOVED:
+            raise LoopformerError(REMOVED[args[0]])
+        return super().resolve_command(ctx, args)
 
 
 # Completion. If nothing matches, the shell completes file names as usual.
@@ -172,28 +180,6 @@ DecodeDtype = Annotated[
     ),
 ]
 
-
-def _removed(sentence: str) -> Callable[[object], None]:
-    """A callback that refuses an option of an earlier version. The sentence names what to use instead."""
-
-    def refuse(value: object) -> None:
-        require(value in (None, False), sentence)
-
-    return refuse
-
-
-RemovedCertainty = Annotated[
-    float | None, Option("--certainty", hidden=True, callback=_removed(f"--{REMOVED_CERTAINTY}"))
-]
-RemovedDraft = Annotated[str | None, Option("--draft", hidden=True, callback=_removed(f"--{REMOVED_DRAFT}."))]
-RemovedInt8 = Annotated[
-    bool,
-    Option(
-        "--int8",
-        hidden=True,
-        callback=_removed("--int8 was removed; leave it out, and on a GPU decode in bfloat16, its default."),
-    ),
-]
 
 # Text to measure on.
 TEXT = (
