@@ -25,7 +25,7 @@ REMOVED = {
     "draft": "draft was removed, as it made generation no faster; leave it out, the text is the same.",
     "draft-length": "draft-length was removed together with --draft; leave it out, the text is the same.",
     "int8": "int8 was removed; leave it out, and on a GPU decode in bfloat16.",
-    "memory": "bench memory was removed; use bench train, whose rows have the peak memory.",
+    "bench memory": "bench memory was removed; use bench train, whose rows have the peak memory.",
 }
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}

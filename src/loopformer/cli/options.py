@@ -69,8 +69,9 @@ class VerbGroup(_BareFlags, TyperGroup):
     """A verb with subcommands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] in REMOVED:
-            raise LoopformerError(REMOVED[args[0]])
+        command = args[0] if ctx.parent is None else f"{ctx.info_name} {args[0]}"
+        if command in REMOVED:
+            raise LoopformerError(REMOVED[command])
         return super().resolve_command(ctx, args)
 
 
