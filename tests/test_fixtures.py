@@ -92,7 +92,7 @@ def test_numbers_are_the_same_when_measured_again() -> None:
     assert_close([row["perplexity"] for row in rows], [row["perplexity"] for row in expected])
 
 
-def test_stored_benchmarks_are_found_again() -> None:
+def test_stored_answers_to_tasks_are_found_again() -> None:
     pytest.importorskip("lm_eval")
     before = kept()
     runs, expected = make.loopformer(*make.EVAL_TASKS)["tasks"]["runs"], EXPECTED["eval_tasks"]["tasks"]["runs"]
@@ -107,6 +107,8 @@ def test_a_report_takes_over_what_is_stored() -> None:
     now = reported()
     assert now["search"].pop("chosen") == now["search"]["best"]  # new since; earlier results have no blocks to test
     assert now["search"].pop("gain") is None
+    # The same sentence in other words.
+    assert (now["missing"].pop("tasks")[:8], earlier["missing"].pop("tasks")[:13]) == ("No tasks", "No benchmarks")
     assert now == earlier
     assert kept() == before
 

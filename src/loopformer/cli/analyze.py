@@ -14,7 +14,7 @@ from loopformer.cli.options import (
     Field,
     Json,
     OutFolder,
-    Trajectories,
+    TrajectoriesOption,
     complete_model,
     text_of_model,
 )
@@ -54,7 +54,7 @@ def analyze(
     budgets: Annotated[
         str | None, typer.Option("--budgets", "--budget", help="Loops, such as 4 or 1,2,4; L by default.")
     ] = None,
-    trajectory: Trajectories = None,
+    trajectory: TrajectoriesOption = None,
     states: Annotated[str, typer.Option(help="Measure states before or after the final norm.")] = "before",
     debiased: Annotated[bool, typer.Option("--debiased", help="Draw debiased CKA; the files have both.")] = False,
     field: Field = "text",

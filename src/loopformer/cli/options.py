@@ -145,8 +145,8 @@ Dtype = Annotated[str, Option(help="float32, bfloat16 or float16.", autocompleti
 BatchTokens = Annotated[int, Option(help="Tokens in a batch.")]
 
 # Budgets and schedules to measure.
-Budgets = Annotated[str | None, Option(help="Budgets, such as 1,2,4,8. Default: 1, L/4, L/2 and L.")]
-Trajectories = Annotated[
+BudgetsOption = Annotated[str | None, Option(help="Budgets, such as 1,2,4,8. Default: 1, L/4, L/2 and L.")]
+TrajectoriesOption = Annotated[
     list[str] | None, Option("--trajectory", help="A schedule, such as 2-1-2-3; may be given several times.")
 ]
 

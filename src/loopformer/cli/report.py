@@ -9,7 +9,7 @@ import typer
 from loopformer.cli.options import (
     TEXT,
     BatchTokens,
-    Budgets,
+    BudgetsOption,
     Device,
     Dtype,
     Examples,
@@ -44,7 +44,7 @@ def report(
         typer.Option(help="Tasks: paper (its ten), or names such as piqa,arc_easy; paper if --data is given."),
     ] = None,
     limit: Examples = None,
-    budgets: Budgets = None,
+    budgets: BudgetsOption = None,
     search: Annotated[int | None, typer.Option(help="The budget to search schedules for. Default: L/2.")] = None,
     search_tasks: Annotated[
         bool, typer.Option("--search-tasks", help="Also score the schedules on the tasks, which takes long.")
