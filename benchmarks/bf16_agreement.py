@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from publish import publish
 from torch import Tensor
 
 from loopformer import LM, LoopedLM, Trajectory, load
-from loopformer.benchmark.machine import describe, publish
+from loopformer.benchmark.machine import describe
 from loopformer.config.model import BOX
 from loopformer.errors import require
 from loopformer.evaluation.text import default_text, read_text

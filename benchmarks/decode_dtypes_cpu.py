@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from publish import publish
 
 from loopformer import LM, LoopedLM, ModelConfig
 from loopformer.benchmark.decode import decode
-from loopformer.benchmark.machine import describe, publish
+from loopformer.benchmark.machine import describe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 LOOPS, CONTEXT, VOCAB = 8, 256, 16384

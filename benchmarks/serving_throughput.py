@@ -43,10 +43,11 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
+from publish import publish
 from serve_process import ServeProcess
 
 from loopformer.benchmark.decode import STOPS
-from loopformer.benchmark.machine import describe, free_memory, gpt2, publish
+from loopformer.benchmark.machine import describe, free_memory, gpt2
 from loopformer.config import load_run, preset_names, with_expected_vocab
 from loopformer.config.model import BOX
 from loopformer.data.tokenizer import Tokenizer

@@ -47,10 +47,10 @@ import numpy as np
 import torch
 from attacks import ATTACKS, withstand
 from hostile import attack
+from publish import publish
 from serve_process import ServeProcess, wait_until
 
 import loopformer
-from loopformer.benchmark.machine import publish
 from loopformer.config.model import BOX
 from loopformer.loading.folder import HELD_OUT, resolve_model_path
 

@@ -98,10 +98,10 @@ def main() -> None:
     elastic = accuracy(args.out / "elastic", range(1, LOOPS + 1))
     specialists = {m: accuracy(args.out / f"specialist-{m}", [m])[m] for m in SPECIALISTS}
     print(f"\nproducts over {GROUP}: accuracy in percent over words of {len(elastic[1]['accuracy'])}")
-    print("passes  one elastic model  a specialist of these passes")
+    print(" loops  one elastic model  a specialist of these loops")
     for budget, row in elastic.items():
         specialist = f"{100 * specialists[budget]['mean_accuracy']:.1f}" if budget in specialists else "not trained"
-        print(f"{budget:6d}  {100 * row['mean_accuracy']:17.1f}  {specialist:>28}")
+        print(f"{budget:6d}  {100 * row['mean_accuracy']:17.1f}  {specialist:>27}")
     rows = {f"specialist, M = {m}": specialists[m]["accuracy"] for m in sorted(specialists)}
     rows |= {f"elastic, M = {m}": row["accuracy"] for m, row in elastic.items()}
     picture = args.out / "accuracy.png"

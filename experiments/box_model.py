@@ -84,7 +84,7 @@ A small elastic-depth language model that comes with loopformer: {blocks}⊗{loo
 does and lets every command run at once. It is far too small to know anything, and what it says may be wrong or
 offensive, as old books can be.
 
-| passes | perplexity | bits per byte |
+| loops | perplexity | bits per byte |
 |---|---|---|
 {rows}
 

@@ -7,7 +7,7 @@
 
 `prepare` and `collect` need lm-evaluation-harness, `run` does not. `run` works through QUEUE, or only through the
 models named. CORPUS has the files of SOURCES and, in `heldout`, of TEXTS, as .zst. EVAL has those of
-docs/benchmarks.md.
+docs/tasks.md.
 
 The objective, the starting weights and AdamW are those of the presets `paper/…`. SETTINGS are all that differs, and
 DIFFERENCES say it in words. All models see the same samples in the same order.
@@ -227,7 +227,7 @@ def outcomes(suite: "Suite", task: str, values: Sequence[Any]) -> str:
     right = []
     for pairs in by_example.values():
         results = definition.process_results(pairs[0][0], [value for _, value in pairs])
-        right.append(str(int(results[suite.metric(task, results)])))
+        right.append(str(int(results[suite.main_metric(task, results)])))
     return "".join(right)
 
 

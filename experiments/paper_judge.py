@@ -177,7 +177,7 @@ def over(statistic: Callable[[Result], float]) -> Callable[[Result], float]:
 
 
 def uniform(run: Result, budget: int) -> str:
-    """The name of the uniform trajectory; a plain stack has only one pass."""
+    """The name of the uniform trajectory; a plain stack has only one loop."""
     return str(min(budget, run["settings"]["model"]["loops"]))
 
 
@@ -192,7 +192,7 @@ def task_average(run: Result, budget: int) -> float:
 
 
 def _example_error(outcomes: Mapping[str, Sequence[float]]) -> float:
-    """The error of the average over ten benchmarks, where ARC is the mean of two tasks."""
+    """The error of the average over ten scores, where ARC is the mean of two tasks."""
     total = 0.0
     for task, values in outcomes.items():
         share, mean = 0.05 if task.startswith("arc_") else 0.1, statistics.fmean(values)

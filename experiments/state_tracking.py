@@ -12,7 +12,7 @@ stacks are trained with Muon. `elastic-paper` and the models with early exits ha
 with a single short trajectory in a step. Positions, the start of the gates and the time scale are the same for all.
 
 Every model is measured at all budgets up to twice the longest (beyond what it was trained for, where it is looped),
-along all schedules of half of it where passes are told their steps, and by early exit (evaluation/early_exit.py).
+along all schedules of half of it where loops are told their steps, and by early exit (evaluation/early_exit.py).
 """
 
 import argparse
@@ -231,12 +231,12 @@ def accuracy(result: Mapping[str, Any], budget: int) -> float | None:
 
 
 def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], suite: StateSuite) -> "Figure":
-    """Accuracy against passes per place, means over the seeds: fixed budgets, early exit, specialists, each
+    """Accuracy against loops per position, means over the seeds: fixed budgets, early exit, specialists, each
     at the better of its rates."""
     best, loops = suite.shown, suite.loops
 
     def line(label: str, points: Mapping[float, Sequence[float]], dash: int = 0) -> Line:
-        known = {passes: 100 * fmean(values) for passes, values in points.items() if values}
+        known = {taken: 100 * fmean(values) for taken, values in points.items() if values}
         return Line(label, list(known), list(known.values()), dash=dash)
 
     def at(model: str, budgets: Iterable[int]) -> dict[float, list[float]]:
@@ -264,7 +264,7 @@ def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], suite: Stat
     lines.append(line("specialists, each at its own budget", special, dash=1))
     if "elastic-paper" in found:
         lines.append(line("the paper's objective, AdamW", at("elastic-paper", range(1, loops + 1))))
-    panel = Panel(lines, xlabel="passes per place", ylabel="accuracy, %")
+    panel = Panel(lines, xlabel="loops per position", ylabel="accuracy, %")
     return line_figure([panel], height=3.4)
 
 

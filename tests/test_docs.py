@@ -107,7 +107,7 @@ def _furnish(page: str) -> None:
         from loopformer.hf.export import export
 
         export("runs/mine", "exported")
-    if page == "docs/benchmarks.md":
+    if page == "docs/tasks.md":
         write_local(Path("data/eval"))
     line = json.dumps({"text": text[:2000]}).encode()
     Path("news.jsonl").write_bytes(line)

@@ -52,8 +52,8 @@ def test_models_load_and_compute_the_same(source: str) -> None:
 
 
 def test_an_export_keeps_its_default_trajectory() -> None:
-    assert str(load("exported").default) == "2-1-1"
-    assert load("run").default is None
+    assert str(load("exported").default_trajectory) == "2-1-1"
+    assert load("run").default_trajectory is None
 
 
 @pytest.mark.parametrize("step", make.KEPT)
@@ -92,7 +92,7 @@ def test_numbers_are_the_same_when_measured_again() -> None:
     assert_close([row["perplexity"] for row in rows], [row["perplexity"] for row in expected])
 
 
-def test_stored_benchmarks_are_found_again() -> None:
+def test_stored_answers_to_tasks_are_found_again() -> None:
     pytest.importorskip("lm_eval")
     before = kept()
     runs, expected = make.loopformer(*make.EVAL_TASKS)["tasks"]["runs"], EXPECTED["eval_tasks"]["tasks"]["runs"]
@@ -107,6 +107,8 @@ def test_a_report_takes_over_what_is_stored() -> None:
     now = reported()
     assert now["search"].pop("chosen") == now["search"]["best"]  # new since; earlier results have no blocks to test
     assert now["search"].pop("gain") is None
+    # The same sentence in other words.
+    assert (now["missing"].pop("tasks")[:8], earlier["missing"].pop("tasks")[:13]) == ("No tasks", "No benchmarks")
     assert now == earlier
     assert kept() == before
 

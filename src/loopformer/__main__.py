@@ -1,4 +1,4 @@
-"""The command `loopformer`, also as `python -m loopformer`; Ctrl-C is answered while it is imported, too."""
+"""The command `loopformer`, also as `python -m loopformer`. Ctrl-C during the slow import is one sentence, too."""
 
 import sys
 

@@ -3,8 +3,8 @@
     require(steps >= 1, f"training.steps must be 1 or more, got {steps}.")
     raise FileProblem(f"There is no file {path}; check the path.")
 
-The command line prints the sentence and exits with the error's `exit_code`. For a sentence that is costly to build,
-such as one with `nearest(…)`, use `if` and `raise`, because `require` builds it even if nothing is wrong.
+The command line prints the sentence and exits with the error's `exit_code`. `require` builds the sentence even if
+nothing is wrong. So use `if` and `raise` for one that is costly to build, such as one with `nearest(…)`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ import re
 from importlib import import_module
 from typing import Any
 
-REMOVED_CERTAINTY = (
-    "certainty was removed from generation, where every token takes all loops of its budget; "
-    "`loopformer eval text --certainty` measures early exit."
-)
-REMOVED_DRAFT = "draft was removed, as it made generation no faster; leave it out, the text is the same"
+NO_TOKENIZER = "This model came without a tokenizer; put its tokenizer.json beside its weights."
+# Options and commands of earlier versions: that they were removed, and what to use instead.
+REMOVED = {
+    "adaptive": "adaptive was removed, as it never beat a fixed budget; use --budget.",
+    "calibrate": "calibrate was removed, as adaptive budgets never beat fixed ones; use generate --budget.",
+    "certainty": "certainty was removed from generation, where every token takes all loops of its budget; "
+    "`loopformer eval text --certainty` measures early exit.",
+    "draft": "draft was removed, as it made generation no faster; leave it out, the text is the same.",
+    "draft-length": "draft-length was removed together with --draft; leave it out, the text is the same.",
+    "int8": "int8 was removed; choose the dtype int8 on a CPU, or bfloat16 on a GPU.",
+    "bench memory": "bench memory was removed; use bench train, whose rows have the peak memory.",
+}
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -76,5 +83,5 @@ def remedy(error: BaseException) -> str:
     if number in _DISK_FULL:
         return "make room"
     return (
-        "change its permissions or choose another place" if number in _NO_ACCESS else "check the path and the disk"
+        "change its permissions or choose another path" if number in _NO_ACCESS else "check the path and the disk"
     )

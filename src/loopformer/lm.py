@@ -20,7 +20,7 @@ from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device
-from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, nearest, require
+from loopformer.errors import NO_TOKENIZER, REMOVED, LoopformerError, nearest, require
 from loopformer.inference.engine import Engine, generate
 from loopformer.inference.fused.batch_pool import BatchPool, unsupported_reason
 from loopformer.inference.request import Event, Request, Result, Sampling, is_whole
@@ -32,14 +32,9 @@ from loopformer.model.packed import can_pack_bfloat16
 from loopformer.scoring import Score, score_texts
 from loopformer.trajectory import Trajectory
 
-Budget = int | Sequence[int] | None
-Schedule = Trajectory | str | Sequence[Trajectory | str] | None
+Budgets = int | Sequence[int] | None
+Trajectories = Trajectory | str | Sequence[Trajectory | str] | None
 Fast = bool | Literal["auto"]  # auto: use the fused kernels where they can run
-REMOVED_OPTIONS = {  # options of earlier versions, and what to use instead
-    "certainty": REMOVED_CERTAINTY,
-    "draft": f"{REMOVED_DRAFT}.",
-    "int8": 'int8=True was removed; call lm.to("cpu", torch.int8) on a CPU, or lm.to("cuda", torch.bfloat16).',
-}
 INT8_IS_FOR_CPUS = "int8 decodes on a CPU only; on a GPU use bfloat16."
 
 
@@ -72,8 +67,13 @@ class LM:
 
     model: LoopedLM
     tokenizer: Tokenizer | None = None
-    default: Trajectory | None = None  # for calls without a budget or trajectory; None means all loops
+    default_trajectory: Trajectory | None = None  # of calls without a budget or trajectory; None: all loops
     _pool: BatchPool | None = field(default=None, repr=False)  # created by the first fused run
+
+    @property
+    def default(self) -> Trajectory | None:
+        """The earlier name of `default_trajectory`."""
+        return self.default_trajectory
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
         """Move the model, in place, to a device and dtype.
@@ -91,8 +91,8 @@ class LM:
     def generate(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
         self,
         prompt: str,
-        budget: Budget = None,
-        trajectory: Schedule = None,
+        budget: Budgets = None,
+        trajectory: Trajectories = None,
         **options: Unpack[GenerateOptions],
     ) -> Result: ...
 
@@ -100,16 +100,16 @@ class LM:
     def generate(
         self,
         prompt: Sequence[str],
-        budget: Budget = None,
-        trajectory: Schedule = None,
+        budget: Budgets = None,
+        trajectory: Trajectories = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Result]: ...
 
     def generate(
         self,
         prompt: str | Sequence[str],
-        budget: Budget = None,
-        trajectory: Schedule = None,
+        budget: Budgets = None,
+        trajectory: Trajectories = None,
         **options: Unpack[GenerateOptions],
     ) -> Result | list[Result]:
         """Continue one prompt, or several in one batch. Pass one budget or trajectory for all, or one per prompt.
@@ -130,8 +130,8 @@ class LM:
     def stream(
         self,
         prompt: str,
-        budget: Budget = None,
-        trajectory: Schedule = None,
+        budget: Budgets = None,
+        trajectory: Trajectories = None,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[str]:
         """Yield the continuation of a prompt piece by piece. A piece never ends inside a character."""
@@ -141,7 +141,7 @@ class LM:
 
     def events(self, requests: Sequence[Request], fast: Fast = "auto") -> Iterator[Event]:
         """Run requests in one batch and yield their events as they happen. A failed request raises `RunFailed`."""
-        fused = self._is_fused(fast)  # inside `run` it would be checked only when the first event is read
+        fused = self._is_fused(fast)  # Check now: a generator's body runs only at its first next().
 
         def run() -> Iterator[Event]:
             with self._runner(len(requests), fused) as runner:
@@ -160,7 +160,7 @@ class LM:
 
     @contextmanager
     def _runner(self, requests: int, fused: bool) -> Iterator[Runner]:
-        """A runner for this many requests. Prompts share nothing, as each of them is run once."""
+        """A runner for this many requests. No prefix sharing: each prompt runs once."""
         if not fused:
             yield PlainRunner(self.model, max(1, requests), share_prompts=False)
             return
@@ -170,7 +170,7 @@ class LM:
         with self._pool.batch(max(1, requests)) as batch:
             yield FusedRunner(batch, share_prompts=False)
 
-    def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
+    def score(self, texts: Sequence[str], budget: Budgets = None, trajectory: Trajectories = None) -> list[Score]:
         """The log-probabilities of each text's tokens, after an end token as in `loopformer eval`."""
         if isinstance(texts, str):
             raise LoopformerError("score takes a list of texts; put the one text in brackets.")
@@ -208,16 +208,16 @@ class LM:
     def requests(
         self,
         prompts: Sequence[str],
-        budget: Budget = None,
-        trajectory: Schedule = None,
+        budget: Budgets = None,
+        trajectory: Trajectories = None,
         **options: Unpack[RequestOptions],
     ) -> list[Request]:
         """Requests for `lm.events` or an engine, one per prompt. `generate` and `stream` run the same requests."""
         if isinstance(prompts, str):
             raise LoopformerError("requests takes a list of prompts; put the one prompt in brackets.")
         for name in options:
-            if name in REMOVED_OPTIONS:
-                raise LoopformerError(REMOVED_OPTIONS[name])
+            if name in REMOVED:
+                raise LoopformerError(REMOVED[name])
             if name not in RequestOptions.__annotations__:
                 hint = nearest(name, list(GenerateOptions.__annotations__))
                 raise LoopformerError(f"Unknown option {name} for generation; {hint}")
@@ -231,12 +231,12 @@ class LM:
             for prompt, steps in zip(prompts, trajectories, strict=True)
         ]
 
-    def trajectories(self, rows: int, budget: Budget = None, trajectory: Schedule = None) -> list[Trajectory]:
-        """One trajectory per row: from a budget or trajectory for all rows or for each, or from the default."""
+    def trajectories(self, rows: int, budget: Budgets = None, trajectory: Trajectories = None) -> list[Trajectory]:
+        """One trajectory per row. Either argument may be a single value or a list; without both, the default."""
         if budget is not None and trajectory is not None:
             raise LoopformerError("Give a budget or a trajectory, not both.")
         chosen: Any = budget if trajectory is None else trajectory
-        resolved = self.model.trajectories(self.default if chosen is None else chosen, rows)
+        resolved = self.model.trajectories(self.default_trajectory if chosen is None else chosen, rows)
         return [resolved] * rows if isinstance(resolved, Trajectory) else resolved
 
     def _encode(self, text: str) -> list[int]:
@@ -252,7 +252,7 @@ class LM:
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises if the model has none."""
         if self.tokenizer is None:
-            raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
+            raise LoopformerError(NO_TOKENIZER)
         return self.tokenizer
 
 
@@ -264,7 +264,7 @@ def load(source: str | Path) -> LM:
             return load_official(source)
         lm = _build_lm(*read_model(folder))
         trajectory = default_trajectory(folder)
-        lm.default = None if trajectory is None else lm.model.resolve(trajectory)
+        lm.default_trajectory = None if trajectory is None else lm.model.resolve(trajectory)
         return lm
 
     return from_model_folder(source, read)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ try:
 except ImportError as error:
     raise LoopformerError("lm-evaluation-harness is not installed; run: pip install 'loopformer[eval]'.") from error
 
-Metrics = dict[str, dict[str, float | None]]  # by task: metric and metric_stderr
+MetricValues = dict[str, dict[str, float | None]]  # by task: metric and metric_stderr
 
 _SEED = 1234  # of few-shot examples; the harness's own default
 _BOOTSTRAP_DRAWS = 1000  # for the standard error of metrics that have no formula for it
@@ -107,8 +108,11 @@ class Suite(Requests):
             local = local_tasks.get(name)
             with _quiet(), _task_errors(name, local):
                 # A local task is a group of one task, in which only the source of the examples is replaced.
-                group = local and {"group": f"local-{name}", "task": [{"task": name, **_local_source(name, local)}]}
-                loaded = manager.load([group or name])
+                if local is None:
+                    loaded = manager.load([name])
+                else:
+                    source = _local_source(name, local)
+                    loaded = manager.load([{"group": f"local-{name}", "task": [{"task": name, **source}]}])
                 new = {task_name: task for task_name, task in loaded["tasks"].items() if task_name not in tasks}
                 for task in new.values():
                     task.set_fewshot_seed(seed=_SEED)
@@ -135,7 +139,7 @@ class Suite(Requests):
         suite_facts["notes"] = [each.note for each in local_tasks.values() if each.note]
         return cls(suite_facts, queries, tasks, groups)
 
-    def metrics(self, answered: Mapping[str, TaskAnswers]) -> tuple[Metrics, Metrics]:
+    def compute_metrics(self, answered: Mapping[str, TaskAnswers]) -> tuple[MetricValues, MetricValues]:
         """The harness's metrics of tasks and of groups, from the answers to all requests."""
         for task in self.tasks.values():
             for instance in task.instances:  # `evaluate` appends, so answers of the last trajectory must go first
@@ -152,7 +156,7 @@ class Suite(Requests):
         tasks = {name: _plain_numbers(evaluated["results"][name]) for name in self.tasks}
         return tasks, {name: _plain_numbers(values) for name, values in evaluated.get("groups", {}).items()}
 
-    def metric(self, task: str, metrics: Mapping[str, float | None]) -> str:
+    def main_metric(self, task: str, metrics: Mapping[str, float | None]) -> str:
         """The main metric of a task: the paper's, else normalised accuracy, else accuracy, else the first."""
         if task in TASKS and TASKS[task].metric in metrics:
             return TASKS[task].metric
@@ -174,10 +178,10 @@ class Suite(Requests):
                 )
         rows = list[JsonDict]()
         for trajectory, run in answers.runs.items():
-            all_metrics, groups = self.metrics(run)
+            all_metrics, groups = self.compute_metrics(run)
             tasks = {}
             for name, metrics in all_metrics.items():
-                metric = self.metric(name, metrics)
+                metric = self.main_metric(name, metrics)
                 metric_name, comma, answer_filter = metric.partition(",")
                 tasks[name] = {
                     "metric": metric,
@@ -221,7 +225,7 @@ class Suite(Requests):
 
 
 def _task_manager(names: Sequence[str], include: str | Path | None) -> Any:
-    """The harness's index of tasks. Only the paper's and `include` if those suffice, because all take long."""
+    """The harness's index of tasks. Index only the paper's tasks and `include` where they suffice; all is slow."""
     if include is not None and not Path(include).is_dir():
         raise FileProblem(f"There is no folder {include}; --include takes a folder of task definitions (YAML).")
     included = [] if include is None else [str(include)]
@@ -273,8 +277,7 @@ def _task_errors(name: str, local: LocalExamples | None) -> Iterator[None]:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if local is not None:
             raise FileProblem(
-                f"An example in {local.file} does not fit {name} ({what}); "
-                "compare the fields with docs/benchmarks.md."
+                f"An example in {local.file} does not fit {name} ({what}); compare the fields with docs/tasks.md."
             ) from error
         hint = "give its data with --data" if name in TASKS else "check its data and its definition"
         raise RunFailed(f"The task {name} cannot be loaded ({what}); connect to the Hub, or {hint}.") from error
@@ -300,3 +303,7 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+if __name__ == "__main__":
+    sys.exit("This command was removed; export the model with `loopformer export` and run `lm_eval --model hf`.")

@@ -48,7 +48,7 @@ _SINGLE_PANEL_WIDTH = 4.6  # inches
 _MAX_COLUMNS = 3  # panels or maps side by side
 _MAX_MARKED = 40  # points; a line with more has no markers, which would cover it
 _LOG_RATIO = 4.0  # an axis is logarithmic if its largest value exceeds its smallest by more than this factor
-_LARGE_CELL, _SMALL_CELL = 0.27, 0.17  # inches; the least for a number of 8 pt, and of 6 pt
+_LARGE_CELL, _SMALL_CELL = 0.27, 0.17  # inches; the smallest cells with numbers of 8 pt and of 6 pt
 
 
 @dataclass(frozen=True)

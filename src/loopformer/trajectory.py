@@ -67,6 +67,11 @@ class Trajectory:
     def is_uniform(self) -> bool:
         return len(set(self.steps)) == 1
 
+    @property
+    def label(self) -> str:
+        """A short name for people: M=4, or the schedule."""
+        return f"M={self.budget}" if self.is_uniform else str(self)
+
     def __len__(self) -> int:
         return self.budget
 

@@ -187,7 +187,7 @@ def test_without_the_harness_the_rest_remains(folder: Path, monkeypatch: pytest.
     assert model["perplexity"]
 
 
-def test_benchmarks_come_from_the_harness(folder: Path) -> None:
+def test_tasks_come_from_the_harness(folder: Path) -> None:
     pytest.importorskip("lm_eval")
     example = {
         "premise": "It rains.",

@@ -160,7 +160,7 @@ def test_what_is_missing_is_said_once_in_its_place() -> None:
     for what in PART_NAMES.values():
         assert text.count(f"{what}: It rained.") == 1
     assert "One model alone" in text
-    assert "No perplexity and no benchmark was measured" in text
+    assert "No perplexity and no task was measured" in text
     some = make_data(make_model("one"), make_model("two", search=None, missing={"search": "It rained."}))
     assert gaps(some.models, "search") == ["Schedules of two: It rained."]
 

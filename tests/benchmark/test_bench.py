@@ -93,7 +93,7 @@ def test_the_command_prints_lines_or_json_and_writes_it(tiny: ModelConfig, tmp_p
             "32 prompt tokens and up to 128 new ones (twice --tokens) do not fit the context of 32",
         ),
         (["decode", "--dtype", "int3"], "There is no dtype 'int3'"),
-        (["decode", "--int8"], "--int8 was removed; write --dtype int8 on a CPU"),
+        (["decode", "--int8"], "--int8 was removed; choose the dtype int8 on a CPU"),
         (
             ["decode", "--tokens", "2", "--paths", "plane"],
             "There is no path 'plane' of decoding; did you mean plain?",
@@ -101,6 +101,7 @@ def test_the_command_prints_lines_or_json_and_writes_it(tiny: ModelConfig, tmp_p
         (["decode", "--tokens", "2", "--paths", "fused"], "fused: it needs a CUDA device"),
         (["train", "--dtype", "float16"], "bfloat16 or float32"),
         (["train", "--paths", "fast"], "no path 'fast' of training"),
+        (["train", "--paths", ","], "Name a path of training to measure"),
         (["train", "--paths", "fused fp8"], "measured with --dtype bfloat16"),
         (["train", "--micro-batch", "0"], "--micro-batches takes"),
         (["memory", "--micro-batches", "4"], "bench memory was removed; use bench train"),

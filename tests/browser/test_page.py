@@ -238,7 +238,7 @@ def test_the_lens_tells_predictions_from_intermediate_states(server: RunningServ
         words = page.locator("#lens-budgets li").nth(number).locator(".word").all_text_contents()
         assert words == [row["token"].replace("\n", "⏎") for row in loops[-1]["top"]]
     last = [row.locator("li").last.locator(".word").all_text_contents() for row in page.locator(".guesses").all()]
-    assert last[0] == last[1], "the full pass is the largest budget"
+    assert last[0] == last[1], "the full budget is the largest"
     bold = page.locator(".guess.chosen .word").all_text_contents()
     assert {word.strip() for word in bold} <= {token.text_content()}
 

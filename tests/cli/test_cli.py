@@ -124,6 +124,8 @@ def test_a_mistake_ends_the_process_with_one_sentence() -> None:
         (("info", "--model", "demo", "--context", "0"), 2, "--context must be 1 or more"),
         (("import", "/no/such/file.pt", "/tmp/out"), 1, "no file or folder"),
         (("inof",), 2, "No such command"),
+        (("calibrate", "--model", "box"), 2, "calibrate was removed"),
+        (("serve", "--int8"), 2, "--int8 was removed; choose the dtype int8 on a CPU"),
         (("train", "demo", "--steps", "5"), 2, "No such option: --steps; write settings without dashes, as in"),
         (
             ("generate", "a", "runs/mine"),

@@ -65,7 +65,7 @@ def test_certainty_stands_beside_the_fixed_budgets(model: str, text: str) -> Non
     budgets = ["--budgets", "1,3", "--certainty", "1e-3,1"]
     words = ["eval", "text", model, "--text", text, "--device", "cpu", *budgets]
     shown = invoke(*words).stdout.splitlines()
-    assert shown[2].split()[:4] == ["budget", "schedule", "certainty", "passes"]
+    assert shown[2].split()[:4] == ["budget", "schedule", "certainty", "loops"]
     assert [line.split()[:4] for line in shown[3:]] == [
         ["1", "uniform", "-", "1.00"],
         ["3", "uniform", "-", "3.00"],
@@ -92,7 +92,7 @@ def test_a_folder_is_no_file_to_write(model: str, text: str, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model whose context holds the questions of benchmarks."""
+    """A model whose context holds the questions of tasks."""
     return save_small(tmp_path_factory.mktemp("models") / "mine", context=64)
 
 

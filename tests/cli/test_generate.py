@@ -40,6 +40,8 @@ def ask(model: str, *words: str) -> Result:
         (["--fast"], "fast needs a CUDA device and Triton; leave it out."),
         (["--certainty", "0.5"], "--certainty was removed from generation"),
         (["--int8"], "--int8 was removed"),
+        (["--adaptive"], "--adaptive was removed, as it never beat a fixed budget; use --budget."),
+        (["--draft-length", "3"], "--draft-length was removed"),
         (["--draft", "1"], "--draft was removed, as it made generation no faster; leave it out"),
         (["--fast", "--max-ms-per-token", "5"], "--fast and --max-ms-per-token exclude each other"),
         (["--dtype", "float33"], "There is no dtype 'float33'; did you mean float32?"),

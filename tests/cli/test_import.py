@@ -93,7 +93,7 @@ def test_the_chat_template_and_the_default_of_an_export_come_along(
     assert f"default trajectory {words[1]}" in invoke("import", str(exported), str(out)).stdout
     assert (out / "chat_template.jinja").read_bytes() == (Path(model) / "chat_template.jinja").read_bytes()
     again = load(out)
-    assert again.default == again.model.resolve(default)
+    assert again.default_trajectory == again.default == again.model.resolve(default)
     assert again.need_tokenizer().hash == load(model).need_tokenizer().hash
 
 

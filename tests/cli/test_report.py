@@ -32,11 +32,11 @@ def test_one_command_makes_the_whole_folder(run: Run, tmp_path: Path) -> None:
     files = json.loads(out)
     assert files[0] == "out/report.html"
     assert all((tmp_path / file).is_file() for file in files)
-    assert "not in the report: Benchmarks: No benchmarks were asked for" in err
+    assert "not in the report: Tasks: No tasks were asked for" in err
     text = (tmp_path / "out" / "report.md").read_text()
     assert "| a/net (1⊗4) | 4 |" in text
     assert "| b/net (1⊗2) | 2 |" in text
-    assert "Benchmarks: No benchmarks were asked for" in text
+    assert "Tasks: No tasks were asked for" in text
     code, out, _ = run(*words, "--skip", "search,analysis")
     assert (code, out.strip()) == (0, "out/report.html")
     assert "--skip search" in (tmp_path / "out" / "report.md").read_text()

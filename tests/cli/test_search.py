@@ -1,4 +1,4 @@
-"""`loopformer search` as a user meets it: by perplexity, by benchmarks, by both."""
+"""`loopformer search` as a user meets it: by perplexity, by tasks, by both."""
 
 import json
 from pathlib import Path

@@ -19,7 +19,7 @@ from loopformer.data.corpus import parse_sources
 from loopformer.data.formats import BadRecord, read_records
 from loopformer.data.prepare import PrepareProgress, prepare
 from loopformer.data.shards import TokenData
-from loopformer.data.splits import LONGEST, cut, documents
+from loopformer.data.splits import MAX_CHARS, cut, documents
 from loopformer.data.tokenizer import END_TOKEN, Tokenizer, training_pieces
 from loopformer.errors import FileProblem, LoopformerError
 
@@ -88,20 +88,25 @@ def test_memory_is_bounded(
 
 
 @pytest.mark.parametrize(
-    "text", ["\n" * (5 * LONGEST), "word" + " " * (3 * LONGEST), "a" * (3 * LONGEST) + "\n" * 5]
+    "text",
+    [
+        "\n" * (5 * MAX_CHARS),
+        "word" + " " * (3 * MAX_CHARS),
+        "a" * (3 * MAX_CHARS) + "\n" * 5,
+    ],
 )
 def test_white_space_is_cut_and_left_out(text: str) -> None:
-    pieces = cut(text, LONGEST // 2, LONGEST)
+    pieces = cut(text, MAX_CHARS // 2, MAX_CHARS)
     assert "".join(pieces) == text
-    assert max(map(len, pieces)) <= LONGEST
+    assert max(map(len, pieces)) <= MAX_CHARS
     assert not any(piece.isspace() for piece in documents(text))
 
 
 def test_characters_of_four_bytes_make_shorter_documents() -> None:
-    pieces = documents("🙂" * (LONGEST + 7))
-    assert "".join(pieces) == "🙂" * (LONGEST + 7)
-    assert max(len(piece.encode()) for piece in pieces) <= 2 * LONGEST
-    assert documents("a" * LONGEST) == ["a" * LONGEST]
+    pieces = documents("🙂" * (MAX_CHARS + 7))
+    assert "".join(pieces) == "🙂" * (MAX_CHARS + 7)
+    assert max(len(piece.encode()) for piece in pieces) <= 2 * MAX_CHARS
+    assert documents("a" * MAX_CHARS) == ["a" * MAX_CHARS]
 
 
 def test_a_window_that_is_too_large(tmp_path: Path) -> None:
@@ -187,7 +192,7 @@ def test_bad_records_alone_take_little_memory_and_are_committed(tmp_path: Path, 
 
 
 def test_a_stop_inside_a_long_record(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loopformer.data.splits.LONGEST", 10_000)
+    monkeypatch.setattr("loopformer.data.splits.MAX_CHARS", 10_000)
     text = "\n\n".join(document(number) for number in range(60))
     assert len(documents(text)) > 3
     write_jsonl(tmp_path / "long.jsonl", [{"text": text}, {"text": document(1)}])
@@ -203,7 +208,7 @@ def test_a_stop_inside_a_long_record(tmp_path: Path, prepared: Path, monkeypatch
 
 def test_examples_cannot_be_cut(tmp_path: Path, prepared: Path) -> None:
     records: list[dict[str, object]] = [{"prompt": f"{n} + 1?", "response": str(n + 1)} for n in range(50)]
-    write_jsonl(tmp_path / "a.jsonl", [*records, {"prompt": "a" * 2 * LONGEST, "response": "b"}, {"prompt": 1}])
+    write_jsonl(tmp_path / "a.jsonl", [*records, {"prompt": "a" * 2 * MAX_CHARS, "response": "b"}, {"prompt": 1}])
     options: dict[str, Any] = {"tokenizer": str(prepared), "supervised": True}
     with pytest.raises(LoopformerError, match=r"a.jsonl record 51 has more than a million characters"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", **options)

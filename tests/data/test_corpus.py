@@ -86,7 +86,7 @@ def test_presets_and_datasets() -> None:
         (["{}/a.txt=inf"], "must be a positive number"),
         (["{0}/a.txt", "{0}/a.txt"], r"a.txt would be read twice, for .*a.txt and for .*a.txt; name it once"),
         (["{0}/deep/../*.txt", "{0}"], r"a.txt would be read twice, .* or give a weight"),
-        (["stdlib", "stdlib"], "Python .* would be read twice, for stdlib and for stdlib"),
+        (["stdlib", "stdlib"], "Python .* would be read twice, for stdlib and for stdlib; .* such as stdlib=1"),
         (["hf:"], "Cannot read 'hf:'"),
         (["hf:a:b:c:d"], "Cannot read"),
     ],

@@ -15,7 +15,7 @@ import zstandard
 
 from loopformer.data import formats
 from loopformer.data.formats import BadRecord, Meter, Record, format_of
-from loopformer.data.splits import LONGEST
+from loopformer.data.splits import MAX_CHARS
 from loopformer.errors import FileProblem
 
 TEXTS = [f"text number {number}\nwith ümlauts" for number in range(700)]
@@ -72,7 +72,7 @@ def test_long_text_comes_in_documents(tmp_path: Path) -> None:
     pieces = [record["text"] for record in read_records(path, "text")]
     assert "".join(pieces) == text
     assert len(pieces) > 2
-    assert all(len(piece) <= LONGEST and piece.endswith("\n\n") for piece in pieces)
+    assert all(len(piece) <= MAX_CHARS and piece.endswith("\n\n") for piece in pieces)
     assert [record["text"] for record in read_records(path, "text", 2)] == pieces[2:]
 
 

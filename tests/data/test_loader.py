@@ -92,7 +92,7 @@ def test_documents(data: TokenData) -> None:
 
 def test_prefetch_gives_the_same_batches(data: TokenData) -> None:
     loader = Loader(data, CONTEXT, batch=6, seed=3)
-    with closing(loader.prefetch(first_step=5, rows=range(2, 4))) as batches:
+    with closing(Prefetcher(loader.batch(step, range(2, 4)) for step in itertools.count(5))) as batches:
         for step in range(5, 12):
             assert torch.equal(next(batches).inputs, loader.batch(step, range(2, 4)).inputs)
     assert list(batches) == []
@@ -101,7 +101,7 @@ def test_prefetch_gives_the_same_batches(data: TokenData) -> None:
 def test_prefetch_leaves_no_thread(data: TokenData) -> None:
     before = threading.active_count()
     loader = Loader(data, CONTEXT, batch=2)
-    batches = loader.prefetch()
+    batches = Prefetcher(loader.batch(step) for step in itertools.count())
     assert torch.equal(next(batches).inputs, loader.batch(0).inputs)
     assert threading.active_count() == before + 1
     batches.close()

@@ -1,4 +1,4 @@
-"""A small model with its tokenizer, and texts of several lengths; passes through the stack are counted."""
+"""A small model with its tokenizer, and texts of several lengths; loops through the stack are counted."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,8 +35,8 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def passes(lm: LM) -> Callable[[], int]:
-    """How many passes the model has made since this was last asked."""
+def loops_run(lm: LM) -> Callable[[], int]:
+    """How many loops the model has run since this was last asked."""
     count = 0
 
     def add(*_: object) -> None:

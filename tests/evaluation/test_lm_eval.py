@@ -180,7 +180,7 @@ def test_local_tasks_equal_the_harness_on_the_original_data(tmp_path: Path, name
         results = evaluate(
             RecordedAnswers({task: expected}, {task: answered}), {"tasks": {task: theirs}}, bootstrap_iters=10
         )["results"][task]
-        found = suite.metrics({name: answered})[0][name]
+        found = suite.compute_metrics({name: answered})[0][name]
         assert found[TASKS[name].metric] == results[f"{TASKS[name].metric},none"]
         assert f"{TASKS[name].metric}_stderr" in found
 
@@ -204,8 +204,8 @@ def test_the_paper_is_eleven_tasks_with_their_facts(tmp_path: Path) -> None:
         assert one["requests"] == len(suite.queries[name])
     assert len(facts["notes"]) == len(TASKS)
     answered = {name: random_answers(queries) for name, queries in suite.queries.items()}
-    found, groups = suite.metrics(answered)
-    assert {name: suite.metric(name, found[name]) for name in TASKS} == {n: t.metric for n, t in TASKS.items()}
+    found, groups = suite.compute_metrics(answered)
+    assert {name: suite.main_metric(name, found[name]) for name in TASKS} == {n: t.metric for n, t in TASKS.items()}
     assert not groups
 
 
@@ -222,9 +222,9 @@ def own_task(folder: Path, kind: str, metric: str, aggregation: str = "mean", se
 def test_tasks_of_ones_own_that_score_whole_texts(tmp_path: Path) -> None:
     name = own_task(tmp_path, "loglikelihood_rolling", "bits_per_byte", "bits_per_byte")
     suite = Suite.load([name], include=tmp_path)
-    found, _ = suite.metrics({name: TaskAnswers([-8.0, -4.0], 0, 0, 0.0)})
+    found, _ = suite.compute_metrics({name: TaskAnswers([-8.0, -4.0], 0, 0, 0.0)})
     assert found[name]["bits_per_byte"] == pytest.approx(12 / 0.6931471805599453 / len("its timecafé".encode()))
-    assert suite.metric(name, found[name]) == "bits_per_byte"
+    assert suite.main_metric(name, found[name]) == "bits_per_byte"
     assert [query.kind for query in suite.queries[name]] == ["loglikelihood_rolling"] * 2
 
 
@@ -325,20 +325,20 @@ def test_every_number_has_its_facts(loaded: LoadedModel, suite: Suite) -> None:
     assert found["tasks"]["race"]["data"]["file"] == "race_high.test.jsonl"
 
 
-def test_finished_pieces_are_kept(loaded: LoadedModel, suite: Suite, passes: Callable[[], int]) -> None:
+def test_finished_pieces_are_kept(loaded: LoadedModel, suite: Suite, loops_run: Callable[[], int]) -> None:
     copa = Requests({}, {"copa": suite.queries["copa"]})
     both = Requests({}, {**copa.queries, "piqa": suite.queries["piqa"]})
     first = run_requests(loaded, copa, loaded.trajectories("1,2")).runs
-    passes()
+    loops_run()
     extended = run_requests(loaded, both, loaded.trajectories("1,2,4")).runs
-    assert passes() > 0
+    assert loops_run() > 0
     assert run_requests(loaded, both, loaded.trajectories("1,2,4")).runs == extended
-    assert passes() == 0
+    assert loops_run() == 0
     assert {name: run["copa"] for name, run in extended.items() if name != "4"} == {
         name: run["copa"] for name, run in first.items()
     }
     run_requests(replace(loaded, weights="others"), copa, loaded.trajectories("1"))
-    assert passes() > 0
+    assert loops_run() > 0
 
 
 def test_by_way_of_files_every_digit_is_the_same(loaded: LoadedModel, suite: Suite, tmp_path: Path) -> None:

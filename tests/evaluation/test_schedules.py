@@ -60,18 +60,18 @@ def test_first_steps_are_computed_once(tokenizer: Tokenizer, text: Text) -> None
     assert (count, found["measured"]) == (90, 35)
 
 
-def test_started_again_it_continues(lm: LM, text: Text, passes: Callable[[], int], tmp_path: Path) -> None:
+def test_started_again_it_continues(lm: LM, text: Text, loops_run: Callable[[], int], tmp_path: Path) -> None:
     def stop(doing: str, done: int, total: int | None) -> None:
         if doing.startswith("schedule 3 "):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):  # first steps 1/4 (1-3) and 2/4 (2-2) are done, 3/4 is not
         search(lm.model, 2, text=text, store=Store(tmp_path), report=stop, batch_tokens=100_000)
-    assert passes() == 6
+    assert loops_run() == 6
     found = search(lm.model, 2, text=text, store=Store(tmp_path), batch_tokens=100_000)
-    assert passes() == 2
+    assert loops_run() == 2
     again = search(lm.model, 2, text=text, store=Store(tmp_path))
-    assert passes() == 0
+    assert loops_run() == 0
     assert again["schedules"] == found["schedules"]
 
 

@@ -349,29 +349,29 @@ def test_a_limit_is_said(lm: LM, text: Text) -> None:
     assert (row["tokens"], row["part"]) == (20, "all of it, up to 20 tokens")
 
 
-def test_only_what_is_new_is_computed(lm: LM, text: Text, passes: Callable[[], int], tmp_path: Path) -> None:
+def test_only_what_is_new_is_computed(lm: LM, text: Text, loops_run: Callable[[], int], tmp_path: Path) -> None:
     store = Store(tmp_path)
     first = perplexity(lm.model, text, [1, 2], store=store, batch_tokens=100_000)
-    assert passes() == 1 + 2
+    assert loops_run() == 1 + 2
     again = perplexity(lm.model, text, [1, 2], store=store)
-    assert passes() == 0
+    assert loops_run() == 0
     assert [row.pop("reused") for row in again] == [True, True]
     assert [row.pop("reused") for row in first] == [False, False]
     assert again == first
     perplexity(lm.model, text, [1, 2, "3-1", 4], store=store, batch_tokens=100_000)
-    assert passes() == 2 + 4
+    assert loops_run() == 2 + 4
     perplexity(lm.model, text, [1], Protocol(join=True), store=store)
-    assert passes() == 1
+    assert loops_run() == 1
     perplexity(lm.model, make_text(["its time " * 9], text.tokenizer, "1"), [1], store=store)
-    assert passes() == 1
+    assert loops_run() == 1
     with torch.no_grad():
         lm.model.tokens.weight += 1
     perplexity(lm.model, text, [1], store=store)
-    assert passes() == 1
+    assert loops_run() == 1
 
 
 def test_interrupted_it_keeps_what_is_finished(
-    lm: LM, text: Text, passes: Callable[[], int], tmp_path: Path
+    lm: LM, text: Text, loops_run: Callable[[], int], tmp_path: Path
 ) -> None:
     def stop(doing: str, done: int, total: int | None) -> None:
         if "M=4" in doing:
@@ -379,9 +379,9 @@ def test_interrupted_it_keeps_what_is_finished(
 
     with pytest.raises(KeyboardInterrupt):
         perplexity(lm.model, text, [1, 2, 4], store=Store(tmp_path), report=stop)
-    passes()
+    loops_run()
     rows = perplexity(lm.model, text, [1, 2, 4], store=Store(tmp_path), batch_tokens=100_000)
-    assert passes() == 4
+    assert loops_run() == 4
     assert [row["reused"] for row in rows] == [True, True, False]
 
 
@@ -392,12 +392,12 @@ def test_progress_ends_at_the_last_token(lm: LM, text: Text) -> None:
     assert said[-1] == ("test.txt M=1", text.tokens, text.tokens)
 
 
-def test_other_dtypes_are_other_pieces(lm: LM, text: Text, passes: Callable[[], int], tmp_path: Path) -> None:
+def test_other_dtypes_are_other_pieces(lm: LM, text: Text, loops_run: Callable[[], int], tmp_path: Path) -> None:
     (full,) = perplexity(lm.model, text, [2], weights="w", store=Store(tmp_path))
     lm.model.to(torch.bfloat16)
-    passes()
+    loops_run()
     (half,) = perplexity(lm.model, text, [2], weights="w", store=Store(tmp_path))
-    assert passes() > 0
+    assert loops_run() > 0
     assert half["dtype"] == "bfloat16"
     assert half["nats"] == pytest.approx(full["nats"], rel=0.05)
 

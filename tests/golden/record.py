@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from differences import compare, dumped, without
 from safetensors.torch import load_file, save_file
-from texts import PROMPTS, TASKS, write_benchmarks, write_texts
+from texts import PROMPTS, TASKS, write_tasks, write_texts
 from torch import Tensor
 
 # All that is used of the package, in one place: names may move, what they do may not.
@@ -68,7 +68,7 @@ def record(noise: float = 0.0) -> dict[str, Any]:
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder, chdir(folder), patch.dict(os.environ, offline):
         write_texts(Path())
-        write_benchmarks(Path("tasks"))
+        write_tasks(Path("tasks"))
         found: dict[str, Any] = {"made_with": _machine(), "prepare": sections.pop("prepare")()}
         _write_model(Path("net"), {**_SIZES, **_NET}, _SEEDS[0], noise)
         _write_model(Path("other"), {**_SIZES, **_OTHER}, _SEEDS[1], noise)

@@ -1,4 +1,4 @@
-"""What the golden outputs are made from: texts by a rule, prompts, and two examples of some benchmarks."""
+"""What the golden outputs are made from: texts by a rule, prompts, and two examples of some tasks."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ _SENTENCE = (
 
 PROMPTS = ("every pass", "a short route costs less", "the long one and both share", "naïve café ☕")
 
-_BENCHMARKS: dict[str, list[dict[str, Any]]] = {
+_TASKS: dict[str, list[dict[str, Any]]] = {
     "copa.validation": [
         {"premise": "The tap was turned.", "choice1": "The light came on.", "choice2": "Water came out.",
          "question": "effect", "idx": 0, "label": 1},
@@ -33,7 +33,7 @@ _BENCHMARKS: dict[str, list[dict[str, Any]]] = {
          "choices": {"text": ["fire", "ice", "snow"], "label": ["1", "2", "3"]}},
     ],
 }  # fmt: skip
-TASKS = ",".join(name.partition(".")[0] for name in _BENCHMARKS)
+TASKS = ",".join(name.partition(".")[0] for name in _TASKS)
 
 
 def document(number: int, words: int) -> str:
@@ -51,10 +51,10 @@ def write_texts(folder: Path) -> None:
     _write_lines(folder / "new.jsonl", [{"text": document(n, n)} for n in range(100, 110)])
 
 
-def write_benchmarks(folder: Path) -> None:
+def write_tasks(folder: Path) -> None:
     """A folder as `--data` takes it."""
     folder.mkdir()
-    for name, examples in _BENCHMARKS.items():
+    for name, examples in _TASKS.items():
         _write_lines(folder / f"{name}.jsonl", examples)
 
 

@@ -197,6 +197,7 @@ def test_a_mended_line_is_answered_after_any_interruption(
         (b'{"prompt": "a", "id": {"deep": [-Infinity]}}', "The line is not JSON; write an object"),
         (b'{"prompt": "a", "id": 1e999}', "The line is not JSON; write an object"),
         (b'{"prompt": "a", "certainty": 0.5}', "certainty was removed from generation"),
+        (b'{"prompt": "a", "draft": 2}', "draft was removed"),
         (b'{"prompt": "a", "top_p": 1' + b"0" * 400 + b"}", "top_p must be a finite number"),
         (b'{"prompt": "' + b"a b" * 99 + b'"}', "but the context is 64; shorten it."),
     ],

@@ -1,4 +1,4 @@
-"""Parity with the authors' implementation, and what can be wrong with a file of weights."""
+"""Parity with the published implementation, and what can be wrong with a file of weights."""
 
 import json
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def _pt(path: Path, content: Any) -> Path:
 
 
 class GPTConfig:
-    """Pickles as the authors' settings object does: a class that the reader does not have."""
+    """Pickles as the published settings object does: a class that the reader does not have."""
 
     def __init__(self) -> None:
         self.n_head = 4

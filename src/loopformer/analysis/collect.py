@@ -22,8 +22,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopformer.analysis.dynamics import analyze, model_names, read_prompts
+from loopformer.analysis.dynamics import PROMPT_LENGTH, analyze, model_names, read_prompts
 from loopformer.config import ModelConfig, load_run
+from loopformer.config.model import parse_names
 from loopformer.config.run import validation_budgets
 from loopformer.device import choose_device, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
@@ -44,12 +45,9 @@ if TYPE_CHECKING:
     from loopformer.lm_eval import Suite
 
 PARTS = ("perplexity", "tasks", "search", "analysis")  # what --skip accepts
-_NO_TASKS = (
-    "No benchmarks were asked for; give their files with --data, or --tasks paper to have them from the Hub."
-)
+_NO_TASKS = "No tasks were asked for; give their files with --data, or --tasks paper to have them from the Hub."
 _NO_TEXT = "No text was given, and no run has prepared data that can be found; give one with --text NAME=SOURCE."
 _ONE_SCHEDULE = "There is only one schedule of this budget, so there is nothing to search."
-_PROMPT_LENGTH = 128  # tokens, as in `loopformer analyze`
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ def read_texts(texts: Sequence[str]) -> dict[str, str]:
 
 def read_skip(skip: str | None) -> frozenset[str]:
     """The parts that a comma-separated list such as tasks,search names."""
-    parts = [part.strip() for part in (skip or "").split(",") if part.strip()]
+    parts = parse_names(skip or "")
     for part in parts:
         require(part in PARTS, f"There is no part {part!r} to skip; {nearest(part, list(PARTS))}")
     return frozenset(parts)
@@ -151,7 +149,7 @@ def collect(request: ReportRequest, progress: ReportProgress | None = None) -> J
     device = device_name(choose_device(request.device))
     suite, no_suite_reason = _load_suite(request, progress)
     # One length for all models, because the entropy of a prompt depends on it.
-    length = min(_PROMPT_LENGTH, *(config.context for config in configs))
+    length = min(PROMPT_LENGTH, *(config.context for config in configs))
     collector = _Collector(request, suite, no_suite_reason, length, progress)
     return {
         "made": {
@@ -177,9 +175,8 @@ def _load_suite(request: ReportRequest, progress: ReportProgress | None) -> tupl
         from loopformer.lm_eval import Suite
     except LoopformerError as error:  # the harness is not installed
         return None, str(error)
-    names = [name.strip() for name in request.task_names.split(",") if name.strip()]
     try:
-        return Suite.load(names, request.data, None, request.limit, progress), ""
+        return Suite.load(parse_names(request.task_names), request.data, None, request.limit, progress), ""
     except RunFailed as error:  # the Hub cannot be reached
         return None, str(error)
 

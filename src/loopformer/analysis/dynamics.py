@@ -57,6 +57,7 @@ DEFINITIONS = {
     "cka_debiased": "the same with Song's unbiased HSIC",
 }
 
+PROMPT_LENGTH = 128  # tokens; fixed, because entropy depends on the length and models are compared
 MIN_PROMPT_LENGTH = 4  # tokens; curvature needs 3, and debiased CKA over a single prompt needs 4
 
 _READ_FACTOR = 16  # read this many times the tokens of all prompts first: documents are longer than a prompt

@@ -198,14 +198,14 @@ def perplexity_figure(rows: Sequence[Row], texts: Sequence[str]) -> Figure:
 def accuracy_figure(rows: Sequence[Row], chance: float | None = None) -> Figure:
     """Average accuracy against FLOPs per token, with its standard error, and the score of guessing.
 
-    chance  the accuracy of guessing; None if the scores are not of the paper's ten benchmarks
+    chance  the accuracy of guessing; None if the scores are not of the paper's ten tasks
     """
     scored = [row for row in rows if row["average"] is not None]
     panel = _panel_over_flops(
         scored,
         [100 * row["average"] for row in scored],
         errors=[100 * (row["average_error"] or 0.0) for row in scored],
-        ylabel=f"average accuracy on {'all' if chance is None else 'ten'} benchmarks (%)",
+        ylabel=f"average accuracy on {'all' if chance is None else 'ten'} tasks (%)",
     )
     if chance is not None:
         x = sorted({x for line in panel.lines for x in line.x})

@@ -31,7 +31,7 @@ from loopformer.analysis.figures import accuracy_figure, perplexity_figure, sear
 from loopformer.config.run import validation_budgets
 from loopformer.errors import FileProblem
 from loopformer.evaluation.store import JsonDict
-from loopformer.evaluation.tasks import PAPER, TASKS
+from loopformer.evaluation.tasks import PAPER, SHARE_METRICS, TASKS
 from loopformer.files import json_bytes, read_yaml, write_together
 from loopformer.plots import figure_bytes, has_matplotlib
 
@@ -42,14 +42,14 @@ REPORT, FIGURES, TABLES = "report.json", "figures", "tables"
 REPORT_FORMAT, REPORT_VERSION = "loopformer-report", 1  # of report.json
 PART_NAMES = {  # part → how a sentence about a missing part begins
     "perplexity": "Perplexity",
-    "tasks": "Benchmarks",
+    "tasks": "Tasks",
     "search": "Schedules",
     "analysis": "Representations",
     "training": "Training",
 }
 TOLERANCE = 0.05  # rows are compared if their costs differ by at most this share
 
-# Answers to choose from in an example of each benchmark.
+# Answers to choose from in an example behind each score.
 _CHOICES = {"copa": 2, "hellaswag": 4, "openbookqa": 4, "piqa": 2, "race": 4, "social_iqa": 3, "arc": 4, "sciq": 4}
 _CHOICES |= {"winogrande": 2}
 # The accuracy of guessing. LAMBADA offers no answers: any word may come next.
@@ -57,7 +57,6 @@ CHANCE = {"lambada": 0.0} | {name: 1 / count for name, count in _CHOICES.items()
 CHANCE_AVERAGE = sum(CHANCE.values()) / len(CHANCE)
 
 _SHORT_LABELS = {"hellaswag": "HS", "lambada": "LB", "openbookqa": "OBQA", "social_iqa": "SIQA", "winogrande": "WG"}
-_SHARE_METRICS = ("acc", "exact_match")  # beginnings of metrics that are shares of correct answers
 _DPI = 170
 _DOTS_PER_REM = 20  # the same for all figures, so that their text has the same size
 
@@ -100,7 +99,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # report_tables.yaml uses these na
 
 
 class ScoreColumn(NamedTuple):
-    """A benchmark, and the tasks that its score is the mean of."""
+    """A score, and the tasks that it is the mean of."""
 
     key: str
     label: str  # short, for a heading
@@ -138,7 +137,7 @@ class ReportData:
             ]
         metrics = {name: task["metric"] for run in self.task_runs[:1] for name, task in run["tasks"].items()}
         return [
-            ScoreColumn(name, name, f"{name} ({metric})", metric.startswith(_SHARE_METRICS), (name,))
+            ScoreColumn(name, name, f"{name} ({metric})", metric.startswith(SHARE_METRICS), (name,))
             for name, metric in metrics.items()
         ]
 
@@ -320,7 +319,7 @@ def build_tables(report: ReportData) -> dict[str, Table]:
 
 
 def _expand_columns(columns: Sequence[Sequence[str]], report: ReportData) -> list[Column]:
-    """The columns of a table, with one for each text or benchmark in place of a pattern."""
+    """The columns of a table, with one for each text or score in place of a pattern."""
     expanded = []
     for column in (Column(*values) for values in columns):
         if "{text}" in column.key:

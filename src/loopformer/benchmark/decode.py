@@ -78,7 +78,8 @@ def decode(
     if not available:
         reasons = "; ".join(f"{path}: {need}" for path, need in missing.items())
         raise LoopformerError(f"None of these decoding paths can run here ({reasons}); measure plain.")
-    machine, detokenizer, cost = describe(model.device), DummyDetokenizer(), model.cost
+    machine, cost = describe(model.device), model.cost
+    detokenizer = DummyDetokenizer()
     cases = [
         {"path": path, "budget": budget, "batch": batch, "context": context}
         for path in available

@@ -4,9 +4,9 @@
 
 Tokens per second are the median of three windows in which all requests run. They are measured for `rows` requests
 at each budget, for one request alone, and for `mixed`: `rows` requests at each budget, all at once. Then requests
-of mixed budgets and lengths arrive at random (Poisson), at shares of the rate that a full queue sustains. Measured
-are the time to the first token and the time between tokens, which is 0 between tokens of one step. The last load
-adds long prompts. Paths that cannot run here are in `left_out`, with the reason.
+of mixed budgets and lengths arrive at random (Poisson), at shares of the rate that a full queue sustains. Each such
+load has the time to the first token and the time between tokens, which is 0 within a step. The last load adds long
+prompts. Paths that cannot run here are in `left_out`, with the reason.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def engine(
     report |= {"rows": rows, "context": context, "tokens": tokens, "left_out": missing}
     for path in [path for path in paths if path not in missing]:
         windows: dict[str, list[float]] = {}
-        # A group of requests that run together is given by the budget of each.
+        # Requests that run together, by the budget of each.
         groups = {str(budget): [budget] * rows for budget in budgets}
         groups |= {"alone": [budgets[0]], "mixed": [budget for budget in budgets for _ in range(rows)]}
         for name, group in groups.items():

@@ -2,13 +2,11 @@
 
 machine = describe(device)                  # names, versions, commit, and the memory bandwidth that a copy reaches
 rows = measure_rows(device, cases, FIGURES, measure, say)
-publish(report, out)                        # the last line is JSON
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import platform
 import subprocess
 import time
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from loopformer.config.model import ModelConfig
 from loopformer.device import device_name, peak_flops, synchronise
-from loopformer.errors import LoopformerError, nearest
+from loopformer.errors import LoopformerError, nearest, require
 
 Measurement = dict[str, Any]  # a row of a report: the case and its figures, which are None if memory ran out
 Say = Callable[[Measurement], object]
@@ -56,7 +54,8 @@ def source_commit() -> str | None:
 
 
 def check_paths(work: str, paths: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse paths that do not exist."""
+    """Refuse paths that do not exist, and none at all."""
+    require(len(paths) > 0, f"Name a path of {work} to measure: {', '.join(known)}.")
     for path in paths:
         if path not in known:
             raise LoopformerError(f"There is no path {path!r} of {work}; {nearest(path, list(known))}")
@@ -134,13 +133,6 @@ def free_memory(device: torch.device) -> None:
     gc.collect()  # first: tensors in reference cycles still hold memory, which empty_cache could not return
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def publish(report: dict[str, Any], out: Path | None) -> None:
-    """Print a report as one line of JSON, and write it to `out` as well if that is given."""
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report))
 
 
 def _version(package: str) -> str | None:

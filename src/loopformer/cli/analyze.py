@@ -14,19 +14,18 @@ from loopformer.cli.options import (
     Field,
     Json,
     OutFolder,
-    Trajectories,
+    TrajectoriesOption,
     complete_model,
     text_of_model,
 )
 from loopformer.cli.output import format_number, output_folder, print_files, print_table, progress, stoppable
+from loopformer.config import ModelConfig, parse_counts
 from loopformer.config.model import BOX
+from loopformer.errors import require
+from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from loopformer.config import ModelConfig
     from loopformer.evaluation.store import JsonDict
-    from loopformer.trajectory import Trajectory
-
-_PROMPT_LENGTH = 128  # tokens; fixed, because entropy depends on the length and models are compared
 
 
 @stoppable("an analysis is written when all is measured, the same command starts again")
@@ -55,7 +54,7 @@ def analyze(
     budgets: Annotated[
         str | None, typer.Option("--budgets", "--budget", help="Loops, such as 4 or 1,2,4; L by default.")
     ] = None,
-    trajectory: Trajectories = None,
+    trajectory: TrajectoriesOption = None,
     states: Annotated[str, typer.Option(help="Measure states before or after the final norm.")] = "before",
     debiased: Annotated[bool, typer.Option("--debiased", help="Draw debiased CKA; the files have both.")] = False,
     field: Field = "text",
@@ -67,11 +66,10 @@ def analyze(
 
     Example: loopformer analyze --model runs/demo/elastic --model runs/demo/fixed --out analysis
     """
+    from loopformer.analysis.dynamics import PROMPT_LENGTH, model_names, read_prompts, to_json, write_results
     from loopformer.analysis.dynamics import analyze as run
-    from loopformer.analysis.dynamics import model_names, read_prompts, to_json, write_results
     from loopformer.analysis.figures import state_figures
     from loopformer.device import choose_device
-    from loopformer.errors import require
     from loopformer.lm import load
     from loopformer.loading import find_config
     from loopformer.plots import has_matplotlib
@@ -80,7 +78,7 @@ def analyze(
     names, configs = model_names(sources), [find_config(path)[0] for path in sources]
     trajectories = _trajectories(budgets, trajectory or [], dict(zip(names, configs, strict=True)))
     context = min(config.context for config in configs)
-    tokens = min(_PROMPT_LENGTH, context) if length is None else length
+    tokens = min(PROMPT_LENGTH, context) if length is None else length
     require(tokens <= context, f"--length {tokens} is above the context of {context} tokens; shorten it.")
     target, source = choose_device(device), text or _default_text(sources)
     results: list[JsonDict] = []
@@ -113,13 +111,9 @@ def _default_text(models: Sequence[str]) -> str:
 
 
 def _trajectories(
-    budgets: str | None, schedules: Sequence[str], models: "dict[str, ModelConfig]"
-) -> "dict[str, list[Trajectory | None]]":
+    budgets: str | None, schedules: Sequence[str], models: dict[str, ModelConfig]
+) -> dict[str, list[Trajectory | None]]:
     """The trajectories to measure for each model, without those of more loops than it has. None: all its loops."""
-    from loopformer.config import parse_counts
-    from loopformer.errors import require
-    from loopformer.trajectory import Trajectory
-
     counts = [] if budgets is None else parse_counts(budgets, "--budgets")
     trajectories = list(dict.fromkeys([*map(Trajectory.uniform, counts), *map(Trajectory.parse, schedules)]))
     by_model: dict[str, list[Trajectory | None]] = {}

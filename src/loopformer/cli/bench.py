@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopformer.cli.options import Device, Json, RemovedInt8, Verb, VerbGroup, complete_model_or_preset
+from loopformer.cli.options import Device, Json, Verb, VerbGroup, complete_model_or_preset
 from loopformer.cli.output import output_file, print_files, stoppable
-from loopformer.config.model import BOX
-from loopformer.errors import LoopformerError, require
+from loopformer.config import load_run, parse_counts, preset_names, with_expected_vocab
+from loopformer.config.model import BOX, parse_names
+from loopformer.errors import require
 from loopformer.files import write_json
 
 if TYPE_CHECKING:
@@ -34,9 +35,6 @@ BenchDtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or int8 (on a CPU). Default: bfloat16 on a GPU, else float32.")
 ]
 Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
-_REMOVED = {  # commands of earlier versions
-    "memory": "bench memory was removed; use bench train, whose rows have the peak memory.",
-}
 _COLUMN_FORMATS = {  # of a printed row; the other entries appear only in the JSON
     "path": "{:12s}",
     "routes": "{:14s}",
@@ -61,7 +59,6 @@ def decode(
     batches: Annotated[str, typer.Option(help="Batch sizes, such as 1,64.")] = "1",
     contexts: Annotated[str | None, typer.Option(help="Prompt tokens. Default: half the context.")] = None,
     tokens: Annotated[int, typer.Option(help="New tokens to time.")] = 32,
-    removed_int8: RemovedInt8 = False,
     paths: Annotated[
         str, typer.Option(help="Which of these to measure; naive has no KV cache.")
     ] = "naive,plain,fused,transformers,transformers compiled",
@@ -76,7 +73,6 @@ def decode(
     """
     from loopformer.benchmark.decode import WARM_UP_TOKENS, left_out
     from loopformer.benchmark.decode import decode as measure
-    from loopformer.config import parse_counts
 
     rows = parse_counts(batches, "--batches")
     require(tokens >= 1, f"--tokens must be 1 or more, got {tokens}.")
@@ -88,10 +84,10 @@ def decode(
         f"{max(lengths)} tokens, {WARM_UP_TOKENS} to warm up and {tokens} new ones do not fit the context of "
         f"{config.context}; ask for fewer with --contexts or --tokens.",
     )
-    for path, reason in left_out(lm, _names(paths)).items():
+    for path, reason in left_out(lm, parse_names(paths)).items():
         typer.echo(f"{path} is left out: {reason}.", err=as_json)
     with output_file(out):
-        report = measure(lm, numbers, rows, lengths, tokens, _names(paths), partial(_print_row, as_json))
+        report = measure(lm, numbers, rows, lengths, tokens, parse_names(paths), partial(_print_row, as_json))
         _finish(report, model, out, as_json)
 
 
@@ -116,7 +112,7 @@ def engine(
     """
     from loopformer.benchmark.engine import engine as measure
 
-    require("static" not in _names(paths), "The path static was removed; leave it out: --paths plain,fused.")
+    require("static" not in parse_names(paths), "The path static was removed; leave it out: --paths plain,fused.")
     require(seconds > 0, f"--seconds must be positive, got {seconds:g}.")
     lm = _model(model, device, dtype)
     length = lm.config.context // 2 if context is None else context
@@ -128,7 +124,8 @@ def engine(
     with output_file(out):
         print_line = partial(typer.echo, err=as_json)
         numbers = _budgets(lm, budgets)
-        _finish(measure(lm, rows, numbers, length, tokens, _names(paths), seconds, print_line), model, out, as_json)
+        report = measure(lm, rows, numbers, length, tokens, parse_names(paths), seconds, print_line)
+        _finish(report, model, out, as_json)
 
 
 @bench.command("train", cls=Verb)
@@ -161,7 +158,6 @@ def train(
     """
     from loopformer.benchmark.train import train as measure
     from loopformer.cli.info import config_of
-    from loopformer.config import load_run, parse_counts, preset_names
     from loopformer.config.run import paper_run
     from loopformer.device import choose_device
 
@@ -173,25 +169,14 @@ def train(
     run = replace(load_run(model)[0], model=config) if model in preset_names() else paper_run(config)
     group = run.training.batch // run.objective.trajectory_groups
     sizes = [group] if micro_batches is None else parse_counts(micro_batches, "--micro-batches")
-    names = None if paths is None else _names(paths)
+    names = None if paths is None else parse_names(paths)
     with output_file(out):
         print_row = partial(_print_row, as_json)
         _finish(measure(run, sizes, chosen, precision, names, steps, print_row), model, out, as_json)
 
 
-def _refuse_removed(context: typer.Context) -> None:
-    raise LoopformerError(_REMOVED[str(context.info_name)])
-
-
-for _name in _REMOVED:
-    _any_options = {"ignore_unknown_options": True, "allow_extra_args": True}
-    bench.command(_name, hidden=True, context_settings=_any_options)(_refuse_removed)
-
-
 def _budgets(model: "LoopedLM", text: str | None) -> list[int]:
     """The budgets to measure. Raises an error if the model has too few loops for one of them."""
-    from loopformer.config import parse_counts
-
     loops = model.config.loops
     default = sorted({loops, max(1, loops // 2), max(1, loops // 4)}, reverse=True)
     budgets = default if text is None else parse_counts(text, "--budgets")
@@ -200,15 +185,10 @@ def _budgets(model: "LoopedLM", text: str | None) -> list[int]:
     return budgets
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
-
-
 def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
     """A preset with random weights (seed 0), or a model on disk."""
     import torch
 
-    from loopformer.config import load_run, preset_names, with_expected_vocab
     from loopformer.device import choose_device, dtype_of
     from loopformer.lm import LM, load
     from loopformer.model.looped import LoopedLM

@@ -19,7 +19,6 @@ from loopformer.cli.options import (
     MinP,
     Model,
     NewTokens,
-    RemovedCertainty,
     RepetitionPenalty,
     Seed,
     Temperature,
@@ -30,6 +29,7 @@ from loopformer.cli.options import (
 )
 from loopformer.cli.output import stoppable
 from loopformer.config.model import BOX
+from loopformer.errors import LoopformerError, RunFailed, nearest
 
 if TYPE_CHECKING:
     from loopformer.inference.chat import ChatTemplate, Message
@@ -43,8 +43,9 @@ HELP = """/budget 2              loops per token
 /help                  this list
 /quit                  end the chat, like Ctrl-D; Ctrl-C stops an answer
 A line that begins with a space is sent as text."""
-# Commands, each with an example of its value.
-COMMANDS = {"budget": "2", "trajectory": "2-1-2-3", "temperature": "0.7", "reset": "", "help": "", "quit": ""}
+# An example of each command's value; empty: takes no value.
+COMMAND_EXAMPLES = {"budget": "2", "trajectory": "2-1-2-3", "temperature": "0.7"}
+COMMAND_EXAMPLES |= {"reset": "", "help": "", "quit": ""}
 
 
 @stoppable("a chat is not saved, the same command begins a new one")
@@ -63,7 +64,6 @@ def chat(
     fast: FastOption = None,
     device: Device = "auto",
     dtype: DecodeDtype = None,
-    removed_certainty: RemovedCertainty = None,
 ) -> None:
     """Talk with a model; /help lists what can be changed during the chat.
 
@@ -77,7 +77,6 @@ def chat(
     loopformer chat --model runs/mine --budget 2 < questions.txt
     """
     from loopformer.device import dtype_of
-    from loopformer.errors import LoopformerError
     from loopformer.inference.chat import ChatTemplate, was_tuned_to_answer
     from loopformer.inference.request import Request, Sampling
     from loopformer.lm import load, move_to_device
@@ -90,18 +89,18 @@ def chat(
     lm.tokenizer = template.tokenizer
     (first_trajectory,) = lm.trajectories(1, budget, trajectory)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, draw_seed() if seed is None else seed)
-    settings = Request((0,), first_trajectory, sampling, max_tokens, template.stops)  # the prompt (0,) is replaced
+    # Each answer replaces the prompt (0,).
+    template_request = Request((0,), first_trajectory, sampling, max_tokens, template.stops)
     engine = lm.engine(rows=1, queue=1, fast=fused if fast is None else fast)
-    engine.check(settings)
+    engine.check(template_request)
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    conversation = Conversation(engine, template, settings, messages)
+    conversation = Conversation(engine, template, template_request, messages)
     config = lm.model.config
     is_typed, failed = sys.stdin.isatty(), False
     if is_typed:
         with suppress(ImportError):  # gives `input` line editing and history
             import readline  # noqa: F401
-        # `stoppable` would end the chat after any Ctrl-C, but here it only stops an answer. A background job that
-        # ignores Ctrl-C keeps ignoring it.
+        # Ctrl-C stops only the answer here, so replace stoppable's handler, unless SIGINT is ignored.
         if callable(signal.getsignal(signal.SIGINT)):
             signal.signal(signal.SIGINT, signal.default_int_handler)
     if was_tuned_to_answer(model) is False:
@@ -130,8 +129,6 @@ def chat(
 
 def _read_line(prompt: str) -> str | None:
     """The next line of standard input; None at its end. At a terminal, Ctrl-C drops the line."""
-    from loopformer.errors import LoopformerError
-
     while True:
         try:
             return input(prompt)
@@ -166,21 +163,19 @@ class Conversation:
 
     engine: "Engine"
     template: "ChatTemplate"
-    settings: "Request"  # its prompt is replaced for each answer
+    template_request: "Request"  # its prompt is replaced for each answer
     messages: "list[Message]" = field(default_factory=list)
     warned_of_context: bool = False
 
     def run_command(self, line: str) -> bool:
         """Run a command such as `/budget 2`. False means that the chat ends."""
-        from loopformer.errors import LoopformerError, nearest
-
         command, _, value = line[1:].strip().partition(" ")
         value = value.strip()
-        if command not in COMMANDS:
-            advice = nearest(f"/{command}", [f"/{name}" for name in COMMANDS])
+        if command not in COMMAND_EXAMPLES:
+            advice = nearest(f"/{command}", [f"/{name}" for name in COMMAND_EXAMPLES])
             raise LoopformerError(f"There is no /{command}; {advice} Begin the line with a space to send it.")
-        if bool(value) != bool(COMMANDS[command]):
-            raise LoopformerError(f"Write it as /{command} {COMMANDS[command]}".rstrip() + ".")
+        if bool(value) != bool(COMMAND_EXAMPLES[command]):
+            raise LoopformerError(f"Write it as /{command} {COMMAND_EXAMPLES[command]}".rstrip() + ".")
         if command == "quit":
             return False
         if command == "help":
@@ -196,16 +191,16 @@ class Conversation:
                 temperature = float(value)
             except ValueError as error:
                 raise LoopformerError(f"{value!r} is not a number; write it as /temperature 0.7.") from error
-            sampling = replace(self.settings.sampling, temperature=temperature)
-            self.settings = replace(self.settings, sampling=sampling)
+            sampling = replace(self.template_request.sampling, temperature=temperature)
+            request = replace(self.template_request, sampling=sampling)
         else:  # budget or trajectory
-            self.settings = replace(self.settings, trajectory=self.engine.model.resolve(value))
-        _note(f"trajectory {self.settings.trajectory}, {_describe_sampling(self.settings.sampling)}")
+            request = replace(self.template_request, trajectory=self.engine.model.resolve(value))
+        self.template_request = request
+        _note(f"trajectory {request.trajectory}, {_describe_sampling(request.sampling)}")
         return True
 
     def answer(self, question: str) -> None:
         """Stream the answer to a question, and append both to the messages. Ctrl-C stops the answer."""
-        from loopformer.errors import RunFailed
         from loopformer.inference.request import REASONS
 
         started, tokens_before = time.perf_counter(), self.engine.counts.new_tokens
@@ -213,13 +208,14 @@ class Conversation:
         # Reserve room for the answer: `max_tokens`, but at most a quarter of the context.
         messages, prompt = self.template.fit(
             [*self.messages, {"role": "user", "content": question}],
-            context - min(self.settings.max_tokens, context // 4),
+            context - min(self.template_request.max_tokens, context // 4),
         )
-        ticket = self.engine.submit(replace(self.settings, prompt=prompt))
+        ticket = self.engine.submit(replace(self.template_request, prompt=prompt))
         if len(messages) <= len(self.messages) and not self.warned_of_context:
             self.warned_of_context = True
             _note("the context is full: the oldest messages are left out from now on")
-        text, result, interrupt = "", None, None
+        text, result = "", None
+        interrupt = None
         try:
             while result is None:
                 for event in self.engine.step():
@@ -239,7 +235,7 @@ class Conversation:
         if result is not None and result.error is not None:
             raise RunFailed(result.error)
         seconds, tokens = time.perf_counter() - started, self.engine.counts.new_tokens - tokens_before
-        budget = self.settings.trajectory.budget
+        budget = self.template_request.trajectory.budget
         reason = "stopped" if result is None else REASONS[result.reason]
         _note(
             f"{tokens} tokens, {seconds / max(1, tokens) * 1e3:.1f} ms each including the prompt; "

@@ -17,7 +17,7 @@ import typer
 from loopformer.cli.options import (
     TEXT,
     BatchTokens,
-    Budgets,
+    BudgetsOption,
     Device,
     Dtype,
     Examples,
@@ -29,7 +29,7 @@ from loopformer.cli.options import (
     ModelOption,
     OutFile,
     TaskData,
-    Trajectories,
+    TrajectoriesOption,
     Verb,
     VerbGroup,
     Window,
@@ -38,8 +38,10 @@ from loopformer.cli.options import (
     the_model,
 )
 from loopformer.cli.output import format_number, output_file, print_table, progress, stoppable
-from loopformer.config.model import BOX
+from loopformer.config.model import BOX, parse_names
+from loopformer.errors import LoopformerError, require
 from loopformer.files import write_json
+from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from loopformer.evaluation.store import ReportProgress
@@ -49,7 +51,6 @@ ScheduleOption = Annotated[str, typer.Option(help="Steps of --budgets: uniform, 
 Certainty = Annotated[str | None, typer.Option(help="Also measure early exit at these thresholds, as in 0.5,0.9.")]
 
 _STOPPED = "what is finished is kept, the same command continues"
-_FRACTIONS = ("acc", "exact_match")  # metrics that are shown in percent
 _TASK_OPTIONS = {"--tasks", "--export-requests", "--score-requests", "--aggregate"}
 
 
@@ -66,7 +67,6 @@ class EvalGroup(VerbGroup):
 
 def _with_subcommand(args: list[str]) -> list[str]:
     """The arguments of an `eval` without a subcommand, with the subcommand that they imply."""
-    from loopformer.errors import require
     from loopformer.evaluation.states import trained_group
 
     parts = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -88,8 +88,8 @@ def eval_text(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     text: Annotated[list[str] | None, typer.Option(help=f"{TEXT}; repeatable. Default: held-out text.")] = None,
-    budgets: Budgets = None,
-    trajectory: Trajectories = None,
+    budgets: BudgetsOption = None,
+    trajectory: TrajectoriesOption = None,
     schedule: ScheduleOption = "uniform",
     certainty: Certainty = None,
     window: Window = None,
@@ -143,8 +143,8 @@ def eval_tasks(
     data: TaskData = None,
     include: Annotated[Path | None, typer.Option(help="A folder of your own task definitions (YAML).")] = None,
     limit: Examples = None,
-    budgets: Budgets = None,
-    trajectory: Trajectories = None,
+    budgets: BudgetsOption = None,
+    trajectory: TrajectoriesOption = None,
     schedule: ScheduleOption = "uniform",
     export_requests: Annotated[Path | None, typer.Option(help="Write the requests to this file and stop.")] = None,
     score_requests: Annotated[Path | None, typer.Option(help="Answer this file; needs no lm-eval.")] = None,
@@ -207,7 +207,7 @@ def eval_states(
     model_option: ModelOption = None,
     group: Annotated[str | None, typer.Option(help="S3, A5 or S5. Default: the group of the training run.")] = None,
     budgets: Annotated[str | None, typer.Option(help="Loops: 1,2,4,8; 1 to L by default.")] = None,
-    trajectory: Trajectories = None,
+    trajectory: TrajectoriesOption = None,
     beyond: Annotated[bool, typer.Option("--beyond", help="Allow more loops than L.")] = False,
     certainty: Certainty = None,
     sequences: Annotated[int, typer.Option(help="Number of random words.")] = 4096,
@@ -224,7 +224,6 @@ def eval_states(
     Example: loopformer eval states runs/s3 --budgets 1,2,4 --figure s3.png
     """
     from loopformer.data.states import Group
-    from loopformer.errors import LoopformerError, require
     from loopformer.evaluation.loaded import LoadedModel
     from loopformer.evaluation.states import THRESHOLDS, state_figure, track_states, trained_group
     from loopformer.plots import check_drawing, save
@@ -253,7 +252,6 @@ def eval_states(
 
 
 def _thresholds(certainty: str | None) -> list[float]:
-    from loopformer.errors import LoopformerError
     from loopformer.evaluation.early_exit import check_threshold
 
     try:
@@ -272,8 +270,7 @@ def load_tasks(
     """The tasks with these names, as in piqa,arc_easy. By default all tasks of the paper."""
     from loopformer.lm_eval import Suite
 
-    names = [name.strip() for name in (tasks or "paper").split(",") if name.strip()]
-    return Suite.load(names, data, include, limit, report)
+    return Suite.load(parse_names(tasks or "paper"), data, include, limit, report)
 
 
 def write_results(report: dict[str, Any], out: Path | None, as_json: bool) -> bool:
@@ -300,14 +297,14 @@ def _show_perplexity(rows: list[dict[str, Any]]) -> None:
     has_exits = any("certainty" in row for row in rows)
 
     # Measuring early exit runs every loop for every token, so its times say nothing about early exit.
-    hidden = ("seconds", "tokens/s") if has_exits else ("certainty", "passes")
+    hidden = ("seconds", "tokens/s") if has_exits else ("certainty", "loops")
 
     def cells(row: dict[str, Any]) -> dict[str, str]:
         columns = {
             "budget": str(row["budget"]),
             "schedule": _schedule(row),
             "certainty": format_number(row.get("certainty"), "g", missing="-"),
-            "passes": f"{row.get('mean_passes', row['budget']):.2f}",
+            "loops": f"{row.get('mean_passes', row['budget']):.2f}",
             "perplexity": format_number(row["perplexity"], ".3f"),
             "bits/byte": format_number(row["bits_per_byte"], ".4f"),
             "MFLOP/token": f"{row['flops_per_scored_token'] / 1e6:,.4g}",
@@ -356,7 +353,7 @@ def _show_states(tracking: dict[str, Any]) -> None:
             "trajectory": row["trajectory"],
             "certainty": f"{row['threshold']:g}",
             "accuracy": f"{100 * row['mean_accuracy']:.1f}",
-            "passes": f"{row['mean_passes']:.2f}",
+            "loops": f"{row['mean_passes']:.2f}",
             "tracked": str(row["tracked"]),
         }
         for row in tracking["certainty"]
@@ -366,7 +363,7 @@ def _show_states(tracking: dict[str, Any]) -> None:
 def _show_tasks(results: dict[str, Any]) -> None:
     """Print a row per task and a column per trajectory, in percent. Then name the data and any notes."""
     runs = results["runs"]
-    heads = [run["trajectory"] if _schedule(run) != "uniform" else f"M={run['budget']}" for run in runs]
+    heads = [Trajectory.parse(run["trajectory"]).label for run in runs]
     rows = []
     for name, facts in results["tasks"].items():
         scores = [run["tasks"][name] for run in runs]
@@ -398,7 +395,9 @@ def _show_tasks(results: dict[str, Any]) -> None:
 
 def _format_metric(metric: str, value: float | None, stderr: float | None = None) -> str:
     """The cell of a metric, fractions in percent, with its standard error if there is one."""
+    from loopformer.evaluation.tasks import SHARE_METRICS
+
     if value is None:
         return "none"
-    shown = f"{100 * value:.2f}" if metric.startswith(_FRACTIONS) else f"{value:.4g}"
+    shown = f"{100 * value:.2f}" if metric.startswith(SHARE_METRICS) else f"{value:.4g}"
     return shown if stderr is None else f"{shown} ± {_format_metric(metric, stderr)}"

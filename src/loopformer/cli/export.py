@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from loopformer.cli.options import MODEL, Heads, Json, Loops, ModelOption, complete_budget, complete_model
+from loopformer.cli.options import Heads, Json, Loops, ModelArgument, ModelOption, complete_budget
 from loopformer.cli.output import stoppable
+from loopformer.errors import LoopformerError
+from loopformer.files import remove_empty_on_failure
 
 
 @stoppable("an export appears only when it is complete, the same command starts again")
 def export(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help=f"{MODEL}.", autocompletion=complete_model)
-    ] = None,
+    model: ModelArgument = None,
     out: Annotated[
         Path | None, typer.Argument(metavar="OUT", help="The folder to write. An earlier export in it is replaced.")
     ] = None,
@@ -37,8 +37,6 @@ def export(
 
     Example: loopformer export runs/mine exported --self-contained
     """
-    from loopformer.errors import LoopformerError
-    from loopformer.files import remove_empty_on_failure
     from loopformer.hf.export import export as run
     from loopformer.model.cost import Cost
 

@@ -19,9 +19,6 @@ from loopformer.cli.options import (
     MinP,
     Model,
     NewTokens,
-    RemovedCertainty,
-    RemovedDraft,
-    RemovedInt8,
     RepetitionPenalty,
     Seed,
     TopK,
@@ -31,11 +28,12 @@ from loopformer.cli.options import (
 )
 from loopformer.cli.output import format_number, output_file, print_files, print_table, progress, stoppable
 from loopformer.config.model import BOX
+from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from loopformer.inference.request import Request
     from loopformer.lm import LM, Fast
-    from loopformer.trajectory import Trajectory
 
 
 def _outcome_of_stop(*_: Any, source: Path | None = None, **__: Any) -> str:
@@ -101,9 +99,6 @@ def generate(
         typer.Option("--out", "-o", help="The file for the answers to --input. If it exists, it is continued."),
     ] = None,
     rows: Annotated[int | None, typer.Option(help="Maximum prompts of --input at once. Default: 16.")] = None,
-    removed_certainty: RemovedCertainty = None,
-    removed_draft: RemovedDraft = None,
-    removed_int8: RemovedInt8 = False,
 ) -> None:
     """Continue a prompt, streaming. The budget is a number of loops, a schedule or a target.
 
@@ -121,7 +116,6 @@ def generate(
     Its other fields replace options of the same name, such as budget, max_tokens, temperature, seed and stop.
     """
     from loopformer.device import dtype_of
-    from loopformer.errors import require
     from loopformer.evaluation.store import scheduled_trajectory, weights_hash
     from loopformer.lm import load, move_to_device
 
@@ -187,7 +181,6 @@ def generate(
 
 def _standard_input() -> str:
     """All of standard input, without the final newline."""
-    from loopformer.errors import LoopformerError
 
     if sys.stdin.isatty():
         typer.echo("Type the prompt, then Enter and Ctrl-D.", err=True)
@@ -201,7 +194,6 @@ def _answer_file(
     lm: "LM", source: Path, out: Path, rows: int, defaults: dict[str, Any], fast: bool, weights: str | None
 ) -> None:
     """Answer a file of prompts. `defaults` holds the arguments of `lm.requests` for fields that a line lacks."""
-    from loopformer.errors import RunFailed
     from loopformer.inference.batch_file import answer_file
 
     def request_of(fields: dict[str, Any]) -> "Request":
@@ -286,7 +278,7 @@ def _stream(
     )
 
 
-def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[str, Any], as_json: bool) -> None:
+def _compare(lm: "LM", text: str, compared: list[Trajectory], options: dict[str, Any], as_json: bool) -> None:
     """Continue the same prompt along several trajectories, with time per token and perplexity of the prompt.
 
     All of them draw with the same seed, so their texts differ only where the predictions do.

@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
-from loopformer.cli.options import Json
+from loopformer.cli.options import Heads, Json, Loops
 from loopformer.cli.output import stoppable
+from loopformer.errors import require
+from loopformer.files import remove_empty_on_failure
 
 
 @stoppable("a model appears only when it is complete, the same command starts again")
@@ -17,8 +19,8 @@ def import_(
         typer.Argument(metavar="SOURCE", help="A .safetensors or .pt file, a Hugging Face folder, or a Hub id."),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    heads: Annotated[int | None, typer.Option(help="Attention heads, for weights without a config.")] = None,
-    loops: Annotated[int | None, typer.Option(help="Loops L, for weights without a config.")] = None,
+    heads: Heads = None,
+    loops: Loops = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(help="gpt2 (from the Hub), a tokenizer.json, or its folder. The published weights use gpt2."),
@@ -33,9 +35,7 @@ def import_(
     Example: loopformer import armenjeddi/LoopFormer-3block-8iterations models/3x8 --loops 8 --tokenizer gpt2
     """
     from loopformer.data.tokenizer import Tokenizer
-    from loopformer.errors import require
     from loopformer.evaluation.store import SCHEDULES_FILE
-    from loopformer.files import remove_empty_on_failure
     from loopformer.lm import LM, load_official
     from loopformer.loading import from_model_folder
     from loopformer.loading.folder import (
@@ -88,7 +88,6 @@ def import_(
 def _check_target(out: Path, force: bool) -> None:
     """Refuse a folder that holds anything but a model. Replacing a model needs --force."""
     from loopformer.data.shards import is_prepared
-    from loopformer.errors import require
     from loopformer.loading.folder import is_checkpoint, is_model_folder, is_run_folder
 
     require(not out.exists() or out.is_dir(), f"{out} is a file; name a folder to write to.")

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from loopformer.config import load_run
 from loopformer.config.model import BOX, bundled_model_dir
 from loopformer.config.run import list_presets
-from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, require
+from loopformer.errors import REMOVED, FileProblem, LoopformerError, require
 from loopformer.files import read_json, read_yaml
 
 RUN_FILE, MODEL_FILE = "run.yaml", "config.json"  # a folder with one of these is a run or a model
@@ -50,6 +50,9 @@ class Verb(_BareFlags, TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except _UsageError as error:
+            removed = str(getattr(error, "option_name", "")).removeprefix("--")
+            if removed in REMOVED:
+                raise LoopformerError(f"--{REMOVED[removed]}") from error
             problem: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
             names = {param.name for param in self.params}
             path = ctx.command_path.removeprefix(ctx.find_root().command_path)  # however it was started
@@ -64,6 +67,12 @@ class Verb(_BareFlags, TyperCommand):
 
 class VerbGroup(_BareFlags, TyperGroup):
     """A verb with subcommands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        command = args[0] if ctx.parent is None else f"{ctx.info_name} {args[0]}"
+        if command in REMOVED:
+            raise LoopformerError(REMOVED[command])
+        return super().resolve_command(ctx, args)
 
 
 # Completion. If nothing matches, the shell completes file names as usual.
@@ -136,8 +145,8 @@ Dtype = Annotated[str, Option(help="float32, bfloat16, float16, or int8 on a CPU
 BatchTokens = Annotated[int, Option(help="Tokens in a batch.")]
 
 # Budgets and schedules to measure.
-Budgets = Annotated[str | None, Option(help="Budgets, such as 1,2,4,8. Default: 1, L/4, L/2 and L.")]
-Trajectories = Annotated[
+BudgetsOption = Annotated[str | None, Option(help="Budgets, such as 1,2,4,8. Default: 1, L/4, L/2 and L.")]
+TrajectoriesOption = Annotated[
     list[str] | None, Option("--trajectory", help="A schedule, such as 2-1-2-3; may be given several times.")
 ]
 
@@ -172,28 +181,6 @@ DecodeDtype = Annotated[
     ),
 ]
 
-
-def _removed(sentence: str) -> Callable[[object], None]:
-    """A callback that refuses an option of an earlier version. The sentence names what to use instead."""
-
-    def refuse(value: object) -> None:
-        require(value in (None, False), sentence)
-
-    return refuse
-
-
-RemovedCertainty = Annotated[
-    float | None, Option("--certainty", hidden=True, callback=_removed(f"--{REMOVED_CERTAINTY}"))
-]
-RemovedDraft = Annotated[str | None, Option("--draft", hidden=True, callback=_removed(f"--{REMOVED_DRAFT}."))]
-RemovedInt8 = Annotated[
-    bool,
-    Option(
-        "--int8",
-        hidden=True,
-        callback=_removed("--int8 was removed; write --dtype int8 on a CPU. On a GPU bfloat16 is the default."),
-    ),
-]
 
 # Text to measure on.
 TEXT = (
@@ -238,7 +225,6 @@ def check_at_most_one(options: Mapping[str, object]) -> None:
 
 def text_of_model(model: str) -> str:
     """The text to measure on without --text: the validation split of the data that a run was trained on."""
-    from loopformer.errors import FileProblem
     from loopformer.evaluation.states import trained_group
     from loopformer.evaluation.text import default_text
     from loopformer.loading.folder import run_folder_of

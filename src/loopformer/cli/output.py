@@ -18,6 +18,9 @@ from typing import ParamSpec
 
 import typer
 
+from loopformer.errors import FileProblem, LoopformerError
+from loopformer.files import check_writable, remove_empty_on_failure
+
 P = ParamSpec("P")
 Display = Callable[[str, float, float | None], None]  # (work, done, total if known)
 
@@ -128,8 +131,6 @@ def output_folder(out: Path, option: str = "--out") -> Iterator[None]:
 
     If the work fails and leaves the folder empty, the folder is removed again.
     """
-    from loopformer.errors import FileProblem
-    from loopformer.files import check_writable, remove_empty_on_failure
 
     if out.exists() and not out.is_dir():
         raise FileProblem(f"{out} is a file; give a folder with {option}.")
@@ -142,7 +143,6 @@ def output_folder(out: Path, option: str = "--out") -> Iterator[None]:
 @contextmanager
 def output_file(path: Path | None, option: str = "--out") -> Iterator[None]:
     """Create the parent folder of an output file as `output_folder` does. None means that no file is written."""
-    from loopformer.errors import LoopformerError
 
     if path is None:
         yield

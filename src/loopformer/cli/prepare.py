@@ -8,16 +8,17 @@ import typer
 
 from loopformer.cli.options import Field, Json, OutFolder
 from loopformer.cli.output import Display, progress, stoppable
+from loopformer.errors import FileProblem
 
 
-def _after_stop(**options: Any) -> str:
+def _outcome_of_stop(**options: Any) -> str:
     """What Ctrl-C leaves: nothing until the tokenizer is written. An import here would delay the exit."""
     if any(options["out"].glob("*.json")):
         return "the same command continues where this one stopped"
     return "nothing was written yet, so the same command starts from the beginning"
 
 
-@stoppable(_after_stop)
+@stoppable(_outcome_of_stop)
 def prepare(
     sources: Annotated[
         list[str] | None,
@@ -25,7 +26,7 @@ def prepare(
             metavar="SOURCE",
             help="Files, folders or globs of .txt .md .jsonl .parquet (also .gz .xz .zst), "
             "hf:DATASET[:config][:split], pile, fineweb-edu, openwebtext, or stdlib, which is the default; "
-            "each may have a weight, as in news.jsonl=2, which is 1 where only others have one.",
+            "each may have a weight, as in news.jsonl=2; once one source has a weight, the others count 1.",
             show_default=False,
         ),
     ] = None,
@@ -66,7 +67,6 @@ def prepare(
     from loopformer.data.formats import BadRecord
     from loopformer.data.prepare import OnBad
     from loopformer.data.prepare import prepare as run
-    from loopformer.errors import FileProblem
 
     try:
         with progress("MB") as display:

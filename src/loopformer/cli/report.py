@@ -9,7 +9,7 @@ import typer
 from loopformer.cli.options import (
     TEXT,
     BatchTokens,
-    Budgets,
+    BudgetsOption,
     Device,
     Dtype,
     Examples,
@@ -20,6 +20,7 @@ from loopformer.cli.options import (
     complete_model,
 )
 from loopformer.cli.output import output_folder, progress, stoppable
+from loopformer.config import parse_counts
 
 
 @stoppable("what is finished is kept, the same command continues")
@@ -40,13 +41,13 @@ def report(
     data: TaskData = None,
     tasks: Annotated[
         str | None,
-        typer.Option(help="Benchmarks: paper (its ten), or names such as piqa,arc_easy; paper if --data is given."),
+        typer.Option(help="Tasks: paper (its ten), or names such as piqa,arc_easy; paper if --data is given."),
     ] = None,
     limit: Examples = None,
-    budgets: Budgets = None,
+    budgets: BudgetsOption = None,
     search: Annotated[int | None, typer.Option(help="The budget to search schedules for. Default: L/2.")] = None,
     search_tasks: Annotated[
-        bool, typer.Option("--search-tasks", help="Also score the schedules on the benchmarks, which takes long.")
+        bool, typer.Option("--search-tasks", help="Also score the schedules on the tasks, which takes long.")
     ] = False,
     prompts: Annotated[int, typer.Option(help="Number of prompts for the analysis of states.")] = 64,
     skip: Annotated[str | None, typer.Option(help="Parts to leave out: perplexity,tasks,search,analysis.")] = None,
@@ -57,7 +58,7 @@ def report(
     dtype: Dtype = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print the files as JSON.")] = False,
 ) -> None:
-    """Write a report: perplexity, benchmarks, schedules, states and costs of all models, as a page, CSV and JSON.
+    """Write a report: perplexity, tasks, schedules, states and costs of all models, as a page, CSV and JSON.
 
     Reuses results of eval, search and earlier reports, and measures only what is missing.
 
@@ -65,7 +66,6 @@ def report(
     """
     from loopformer.analysis.collect import ReportRequest, collect, read_skip, read_texts
     from loopformer.analysis.report import PART_NAMES, check_folder, gaps, write_report
-    from loopformer.config import parse_counts
 
     request = ReportRequest(
         (*(models or []), *(models_option or [])),

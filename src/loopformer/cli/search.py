@@ -27,6 +27,7 @@ from loopformer.cli.options import (
 )
 from loopformer.cli.output import format_number, output_file, progress, stoppable
 from loopformer.config.model import BOX
+from loopformer.errors import require
 
 _SHOWN_PER_END = 5  # best and worst schedules in the table
 
@@ -59,7 +60,6 @@ def search(
     Example: loopformer search --model runs/mine --budget 4 --text news.jsonl --figure schedules.png
     """
     from loopformer.analysis.figures import search_figure
-    from loopformer.errors import require
     from loopformer.evaluation.loaded import LoadedModel
     from loopformer.evaluation.schedules import save_best
     from loopformer.evaluation.schedules import search as run
@@ -77,7 +77,7 @@ def search(
         protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
         protocol.sizes(loaded.model.config.context)
         suite = None if tasks is None else load_tasks(tasks, data, None, examples, report)
-        source = None if by == "accuracy" and text is None else text or text_of_model(model)
+        source = None if by == "accuracy" and text is None else (text or text_of_model(model))
         score = None if suite is None else partial(suite.accuracy, loaded, batch_tokens=batch_tokens, report=report)
         ranking = run(
             loaded.model,
@@ -137,8 +137,8 @@ def _show(ranking: dict[str, Any]) -> None:
         typer.echo(f"mean step by position, {which.replace('_', ' ')}: {steps}")
     if (correlation := ranking["rank_correlation"]) is not None:
         typer.echo(f"rank correlation: {correlation:.3f} (1: perplexity and accuracy rank alike)")
-    if (passes := ranking["passes"]) is not None:
-        typer.secho(f"passes per batch: {passes['shared']:,}, {passes['separate']:,} without sharing", dim=True)
+    if (loops := ranking["passes"]) is not None:
+        typer.secho(f"loops per batch: {loops['shared']:,}, {loops['separate']:,} without sharing", dim=True)
 
 
 def _gain_sentence(gain: dict[str, Any], ranking: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import typer
 
 from loopformer.cli.options import DecodeDtype, Device, FastOption, ModelArgument, ModelOption, the_model
 from loopformer.cli.output import stoppable
+from loopformer.errors import LoopformerError, require
 
 
 @stoppable("the server has ended, the same command starts it again")
@@ -54,7 +55,6 @@ def serve(
 
     loopformer serve runs/mine --ray --replicas 2
     """
-    from loopformer.errors import LoopformerError, require
 
     require(ray or replicas is None, "--replicas is for several servers behind one address; add --ray.")
     try:

@@ -10,6 +10,7 @@ import typer
 
 from loopformer.cli.options import Json, ModelsOption, complete_model
 from loopformer.cli.output import stoppable
+from loopformer.errors import FileProblem, LoopformerError, require
 
 TOKENS_PER_READ = 1 << 24  # bounds the memory of the check
 Checks = Iterator[tuple[str, Callable[[], None]]]  # a name, and a function that raises if it finds damage
@@ -32,11 +33,9 @@ def verify(
 
     Example: loopformer verify data/mine runs/mine
     """
-    from loopformer.errors import FileProblem, LoopformerError, require
-
     paths = [*(paths or []), *(models or [])]
     require(bool(paths), "There is nothing to verify; name prepared data, a run or a model.")
-    results = []
+    results, damaged = [], []
     for path in paths:
         for name, check in _checks(path):
             try:
@@ -44,12 +43,13 @@ def verify(
                 problem = None
             except LoopformerError as error:
                 problem = str(error)
+                damaged.append(name)
             results.append({"path": path, "what": name, "wrong": problem})
             if not as_json:
                 typer.echo(f"{name}: {problem or 'ok'}")
     if as_json:
         typer.echo(json.dumps(results))
-    if damaged := [str(result["what"]) for result in results if result["wrong"]]:
+    if damaged:
         raise FileProblem(f"{len(damaged)} of {len(results)} did not pass: {', '.join(damaged)}.")
 
 
@@ -84,7 +84,6 @@ def _check_model(path: str) -> None:
     """Raise if a file differs from its checksum, a weight is not finite, or the tokenizer is too large."""
     from loopformer.data.shards import STATE_FILE
     from loopformer.data.tokenizer import Tokenizer
-    from loopformer.errors import FileProblem
     from loopformer.loading import find_model, read_model
     from loopformer.loading.folder import check_finite, find_damage, is_checkpoint, resolve_model_path
 

@@ -33,7 +33,7 @@ RENAMED_KEYS = {
     "during": "active_range",  # each of objective.trajectories
     "way": "execution_mode",  # state.json of a checkpoint
 }
-# Keys of trajectories that no longer exist. Reading drops a key that has this value, because it had no effect.
+# Former keys of an entry of objective.trajectories, at the value that had no effect. Reading drops these.
 REMOVED_KEYS = {"chance": 1}
 
 
@@ -159,6 +159,11 @@ def parse_counts(text: str, option: str) -> list[int]:
         numbers = [0]  # refused below
     require(min(numbers) >= 1, f"{option} takes whole numbers of 1 or more, such as 1,2,4, not {text!r}.")
     return numbers
+
+
+def parse_names(text: str) -> list[str]:
+    """The names in the text of an option, such as piqa,arc_easy."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 @dataclass(frozen=True)

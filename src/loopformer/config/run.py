@@ -272,7 +272,7 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConf
         keys |= {f"{name}.{key}" for name in SECTIONS for key in settings[name]}
     elif str(source) in preset_names() or not path.exists():
         settings = _with_current_settings(load_preset(str(source)))
-        # A missing data.path of the user is an error. The preset's own source must not be prepared into it.
+        # If the user's data.path does not exist, that is an error. Do not prepare the preset's source into it.
         if "data.path" in keys:
             settings["data"].pop("prepare", None)
     else:

@@ -170,7 +170,7 @@ def parse_sources(specs: Sequence[str], field: str = "text", supervised: bool = 
             if name in owners:
                 raise LoopformerError(
                     f"{part.path or part.name} would be read twice, for {owners[name]} and for {source.given}; "
-                    "name it once, or give a weight, such as {source.given}=1."
+                    f"name it once, or give a weight, such as {source.given}=1."
                 )
             owners[name] = source.given
     return tuple(sources)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from loopformer.data.splits import LONGEST, cut
+from loopformer.data.splits import MAX_CHARS, cut
 from loopformer.errors import FileProblem, import_optional, unreadable
 
 Record = dict[str, Any]
@@ -38,7 +38,7 @@ COMPRESSIONS = (".gz", ".xz", ".zst")
 SUPPORTED = f"{', '.join(FORMATS)}, each also with {', '.join(COMPRESSIONS)}"  # for error messages
 _BUFFER = 1 << 20  # bytes
 _MAX_LINE = 8 << 20  # bytes; parsed, JSON takes up to 25 times as much memory
-_MAX_WINDOW = 128 << 20  # bytes of memory for a decompressor; xz -9 needs half of it, zstd without --long all
+_MAX_WINDOW = 128 << 20  # bytes of memory for a decompressor; zstd without --long needs all of it, xz -9 half
 _COMPRESSED_CHUNK = 1 << 10  # bytes decompressed at a time; in zstd they become at most 32 MB
 _PARQUET_ROWS = 64  # rows in memory at a time, each of which may be as long as a document
 
@@ -68,7 +68,7 @@ def read_records(
 
 
 def _read_all(path: Path, field: str, skip: int, meter: Meter, only_field: bool) -> Iterator[Record | BadRecord]:
-    """All records. Empty records may stand for the first `skip`, which the caller drops, to save parsing them."""
+    """All records. The first `skip`, which the caller drops, may be empty, which saves parsing them."""
     before = meter.bytes_read
     try:
         with path.open("rb", _BUFFER) as raw, closing(_decompress(path, raw)) as stream:
@@ -94,13 +94,13 @@ def _read_all(path: Path, field: str, skip: int, meter: Meter, only_field: bool)
 
 
 def _read_texts(stream: IO[bytes]) -> Iterator[str]:
-    """The text as a single document, or as several if it is longer than LONGEST characters."""
+    """The text as a single document, or as several if it is longer than MAX_CHARS characters."""
     text = io.TextIOWrapper(stream, encoding="utf-8-sig")
     rest = ""
-    while block := text.read(LONGEST):
+    while block := text.read(MAX_CHARS):
         rest += block
-        if len(rest) > LONGEST:
-            *documents, rest = cut(rest, LONGEST // 2, LONGEST)
+        if len(rest) > MAX_CHARS:
+            *documents, rest = cut(rest, MAX_CHARS // 2, MAX_CHARS)
             yield from documents
     if rest:
         yield rest

@@ -3,7 +3,7 @@
     loader = Loader(TokenData.open("data/stdlib"), context=1024, batch=480, seed=0)
     loader.batch(step=7)                       # the whole global batch
     loader.batch(step=7, rows=range(240))      # the rows of one of two ranks
-    with closing(loader.prefetch(first_step=7)) as batches: next(batches)
+    with closing(Prefetcher(loader.batch(step) for step in count(7))) as batches: next(batches)
 
 A sample is a window of context + 1 tokens. The windows of a source do not overlap: the last target of a window is
 the first input of the next.
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -61,10 +61,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """The batch with `change` applied to each tensor."""
-        documents = None if self.documents is None else change(self.documents)
-        return Batch(change(self.inputs), change(self.targets), documents)
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The batch with `fn` applied to each tensor."""
+        documents = None if self.documents is None else fn(self.documents)
+        return Batch(fn(self.inputs), fn(self.targets), documents)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device; copies from pinned memory do not wait."""
@@ -157,10 +157,6 @@ class Loader:
         numbers = np.arange(self.batch_size) if rows is None else np.array(rows, np.int64)
         located = self._order.locate(step * self.batch_size + numbers)
         return self._windows.rows((self._starts[located.source] + located.sample).tolist())
-
-    def prefetch(self, first_step: int = 0, rows: Sequence[int] | None = None, depth: int = 2) -> Prefetcher[Batch]:
-        """An endless iterator of batches from `first_step` on, made in a thread; close it when done."""
-        return Prefetcher((self.batch(step, rows) for step in count(first_step)), depth)
 
     def epoch(self, step: int) -> float:
         """Samples drawn before a step, divided by the number of samples in the data."""

@@ -21,9 +21,9 @@ from loopformer.errors import require
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 
-LONGEST = 1 << 20  # characters in a document; longer ones are cut, so that memory stays bounded
+MAX_CHARS = 1 << 20  # in a document; longer ones are cut, so that memory stays bounded
 _MAX_BYTES = 2 << 20  # in a document, for the same reason
-_MIN_DOCUMENTS = 1000  # a source with fewer, or with fewer than ten expected to be held out, is cut
+_MIN_DOCUMENTS = 1000  # sources with fewer are cut, and those where fewer than ten are likely to be held out
 _TARGET_PIECES = 2000  # roughly how many pieces such a source is cut into
 _MIN_PIECE, _MAX_PIECE = 64, 1 << 16  # characters in such a piece
 _SEPARATORS = ("\n\n", "\n", " ")  # the end of a paragraph, a line, a word
@@ -44,7 +44,7 @@ class Splitter:
         return "val" if number in self.held or number < self.fraction * 2**64 else "train"
 
     def pieces(self, text: str) -> list[str]:
-        return cut(text, self.piece, LONGEST) if self.piece else [text]
+        return cut(text, self.piece, MAX_CHARS) if self.piece else [text]
 
     def split(self, text: str) -> list[tuple[Split, str]]:
         """The parts of a text in their order, each with its split."""
@@ -55,7 +55,7 @@ class Splitter:
 def make_splitter(
     read: Callable[[], Iterator[str]], fraction: float, name: str, *, can_cut: bool = True
 ) -> Splitter:
-    """The splitter of a source, after reading all of it or, if it is long, its beginning.
+    """The splitter of a source. It reads all of a short source and the beginning of a long one.
 
     Without `can_cut` documents are not cut, as supervised examples must not be.
     """
@@ -104,14 +104,14 @@ def fits(text: str) -> bool:
     """Whether a text is short enough for a single document."""
     if 4 * len(text) <= _MAX_BYTES:  # a character has at most four bytes, so most texts need not be encoded
         return True
-    return len(text) <= LONGEST and len(text.encode()) <= _MAX_BYTES
+    return len(text) <= MAX_CHARS and len(text.encode()) <= _MAX_BYTES
 
 
 def documents(text: str) -> list[str]:
     """The text as a single document, or cut into several if it is too long; blank documents are dropped."""
     pieces: list[str] = []
-    for piece in [text] if len(text) <= LONGEST else cut(text, LONGEST // 2, LONGEST):
-        pieces += [piece] if fits(piece) else cut(piece, LONGEST // 4, LONGEST // 2)
+    for piece in [text] if len(text) <= MAX_CHARS else cut(text, MAX_CHARS // 2, MAX_CHARS):
+        pieces += [piece] if fits(piece) else cut(piece, MAX_CHARS // 4, MAX_CHARS // 2)
     return [document for document in pieces if not document.isspace()]
 
 

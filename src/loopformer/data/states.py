@@ -103,7 +103,7 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Tokens on disk, as `TokenData` has: 0, as words are drawn and never stored."""
+        """Tokens on disk, as in `TokenData`. There are none: words are drawn and never stored."""
         return 0
 
     def batch(self, words: WordIds) -> Batch:
@@ -117,7 +117,7 @@ class Group:
 
     @cached_property
     def index_hash(self) -> str:
-        """Identifies the data in checkpoints: changes with the order of elements and the way words are drawn."""
+        """Identifies the data in checkpoints. It changes with the order of elements and how words are drawn."""
         batch = self.batch(self.words(seed=0, stream=TRAIN, numbers=range(16), length=16))
         drawn = [self.elements, batch.inputs.tolist(), batch.targets.tolist()]
         return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()

@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 END_TOKEN = "<|endoftext|>"
 _END_NAMES = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
-_MAX_GROWTH = 100  # times as long as before; Unicode normalization makes up to 18 characters of one
+_MAX_GROWTH = 100  # how many times as long a text may become; Unicode normalization alone reaches 18
 _MAX_PROBE_CHARS = 1000  # of the texts that growth is measured on
 _END_OF_TEXTS = b"\n"  # tells the training process that all texts were sent; JSON is never an empty line
-_PIECE_CHARS = (1 << 12, 1 << 16)  # least and most per text; the trainer buffers some hundreds of texts
+_PIECE_CHARS = (1 << 12, 1 << 16)  # fewest and most of a training text; the trainer buffers hundreds of texts
 _MAX_TRAINING_CHARS = 256 << 20
 _MAX_WORDS_MEMORY = 320 << 20  # bytes that training may use for the distinct words of the text
 _MEMORY_PER_WORD, _MEMORY_PER_BYTE = 500, 110  # measured, for each distinct word and for each byte in it
@@ -64,7 +64,7 @@ _WORD = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # roughly the words of byt
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and the Hub's
 
 LOSS = 1  # flag of a token that has loss
-LAST = 2  # flag of the last token of an example; end tokens do not show it, as a chat has one after every response
+LAST = 2  # flag of the last token of an example; end tokens cannot mark it, as each response of a chat ends in one
 ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
 
@@ -77,7 +77,7 @@ class Tokenizer:
             self._tokenizer = self._parse()
         except Exception as error:  # the library raises plain Exception
             raise FileProblem(f"{name} is not a tokenizer that the tokenizers library can read.") from error
-        with _encoding(self._tokenizer):
+        with _explain_encode_errors(self._tokenizer):
             grows = _grows_too_long(json.loads(text))
         if grows:
             raise FileProblem(
@@ -104,13 +104,13 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, computed in parallel."""
-        with _encoding(self._tokenizer):
+        with _explain_encode_errors(self._tokenizer):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
     def encode_template(self, text: str) -> list[int]:
         """The ids of the output of a chat template, where special tokens are encoded as such."""
-        with _encoding(self._tokenizer):
+        with _explain_encode_errors(self._tokenizer):
             return self._template_tokenizer.encode(text, add_special_tokens=False).ids
 
     @cached_property
@@ -331,8 +331,8 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
 def _grows_too_long(saved: dict[str, Any]) -> bool:
     """Whether the normalizer, pre-tokenizer or decoder makes a short text over `_MAX_GROWTH` times as long.
 
-    A chain of replacements can make a text of gigabytes. So the steps run singly, on the shortest texts first. The
-    texts are the characters and strings of the settings, which include what the steps replace.
+    A chain of replacements can make a text of gigabytes. So the steps run one at a time, on the shortest probes
+    first. The probes are the strings of the settings, which include what the steps replace, and some characters.
     """
     encoder = [*_steps("normalizer", saved.get("normalizer")), *_steps("pre_tokenizer", saved.get("pre_tokenizer"))]
     decoder = [*_steps("decoder", saved.get("decoder"))]
@@ -385,7 +385,7 @@ def _read(path: Path) -> str:
 
 
 @contextmanager
-def _encoding(tokenizer: tokenizers.Tokenizer) -> Iterator[None]:
+def _explain_encode_errors(tokenizer: tokenizers.Tokenizer) -> Iterator[None]:
     """Turn whatever the library raises into one sentence. A panic in its Rust code is a BaseException."""
     try:
         yield

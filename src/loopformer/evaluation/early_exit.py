@@ -2,7 +2,7 @@
 
     out = early_exit(model, ids, threshold=0.9)      # ids [B, T], whole sequences
     out.loops                                        # loops taken by each position [B, T]
-    out.predictions, out.logprobs                    # what it predicts there, and how likely that is
+    model.head(out.hidden)                           # the logits where they exited [B, T, V]
 
 After every loop the head reads each position that has not exited. A position exits once the probability of its
 top token exceeds the threshold. Its state then stays as it is, and in the remaining loops later positions attend to
@@ -30,11 +30,9 @@ from loopformer.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class EarlyExit:
-    """Where each position left the loop, and what it predicts there."""
+    """Where each position left the loop, and its state there."""
 
     loops: Tensor  # [B, T], from 1 to the budget
-    predictions: Tensor  # [B, T], the most likely next token
-    logprobs: Tensor  # [B, T], the log-probability of that token, in fp32
     hidden: Tensor  # [B, T, D], after the final norm: `model.head(hidden)` are the logits
 
 
@@ -51,8 +49,7 @@ def early_exit(
     trajectory = model.resolve(trajectory, beyond)
     embedded, rotary, mask, x = model.embed(ids)  # embedded and x: [B, T, D]
     exited = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
-    loops, predictions = (torch.zeros(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
-    logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    loops = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
 
     for loop, condition in enumerate(model.plan_loops(trajectory, len(ids)).conditions):
         loops += ~exited
@@ -67,14 +64,11 @@ def early_exit(
         active_rows, active_positions = (~exited).nonzero(as_tuple=True)  # [N] each
         hidden = model.final_norm(x[active_rows, active_positions])  # [N, D]
         for chunk, logits in head_chunks(model, hidden):
-            rows, positions = active_rows[chunk], active_positions[chunk]
-            top, token = logits.max(-1)
-            logprob = top - logits.logsumexp(-1)
-            predictions[rows, positions], logprobs[rows, positions] = token, logprob
-            exited[rows, positions] = logprob.exp() > threshold
+            top_logprob = logits.amax(-1) - logits.logsumexp(-1)  # [N]
+            exited[active_rows[chunk], active_positions[chunk]] = top_logprob.exp() > threshold
         if bool(exited.all()):
             break
-    return EarlyExit(loops, predictions, logprobs, model.final_norm(x))
+    return EarlyExit(loops, model.final_norm(x))
 
 
 def check_threshold(threshold: object) -> None:

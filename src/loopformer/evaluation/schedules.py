@@ -9,14 +9,15 @@
 Schedules lie on the training grid: their steps are multiples of 1/L. The uniform schedule is measured in any case.
 Schedules with the same first steps run together (scoring.py), and each such group is stored when it is complete.
 
-**Noise.** The best of many schedules looks better than it is, so `gain` asks whether any would look as good by
-chance. The text is cut into up to 100 blocks of consecutive windows. In each block, the loss of equal steps less
-that of a schedule is a paired gain. Pairs remove what is hard for both schedules, and blocks keep neighbouring
-windows, which depend on each other, together. The blocks give a mean gain per token and its standard error. The
-gain of the best schedule counts if it exceeds, in standard errors, the 95 % quantile of the largest gain that the
-schedules would show if none were better than equal steps. That quantile is simulated with the correlations between
-the schedules (a multiplier bootstrap of the maximum t). If the gain does not count, equal steps are chosen.
-Rankings by accuracy or both, and those that reuse results of earlier versions, choose the best schedule without it.
+**Noise.** The best of many schedules looks better than it is. So `gain` tests whether it beats equal steps:
+1. Cut the text into up to 100 blocks of consecutive windows. Neighbouring windows depend on each other.
+2. In each block, the gain of a schedule is the loss of equal steps less its own.
+3. Over the blocks, each schedule has a mean gain per token and a standard error.
+4. Simulate the largest gain, in standard errors, of all schedules if none had an effect (a multiplier bootstrap of
+   the maximum t, which keeps their correlations). The best schedule must exceed its 95 % quantile.
+
+Otherwise equal steps are chosen. Rankings by accuracy or both, and those that reuse results of earlier versions,
+choose the best schedule without this test.
 
 An entry of schedules.json names the weights it was measured with, and is refused for others (store.py):
     {"4": {"trajectory": "2-1-2-3", "perplexity": 20.1, "by": "perplexity", "text": …, "weights": …}, …}
@@ -56,8 +57,8 @@ from loopformer.trajectory import Trajectory
 RANKINGS = ("perplexity", "accuracy", "both")
 MAX_SCHEDULES = 500  # if a budget has more, a random sample of this size is measured
 
-MAX_BLOCKS = 100  # of windows, to estimate how much a gain depends on the text
-ERROR_RATE = 0.05  # how often a search takes noise for a gain, over all its schedules together
+MAX_BLOCKS = 100  # blocks behind the standard error of a gain
+ERROR_RATE = 0.05  # of all searches without an effect, how many report a gain
 _DRAWS = 4000  # of the simulation; the quantile of a maximum then varies by about 1 %
 
 Accuracies = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
@@ -99,11 +100,12 @@ def search(
     cut = None if text is None else cut_text(text, protocol or Protocol(), model.config.context)
     gain: JsonDict | None = None
 
-    started, is_exhaustive, rng = time.perf_counter(), grid_size <= limit, random.Random(0)
+    started = time.perf_counter()
+    is_exhaustive = grid_size <= limit
     if is_exhaustive:
         trajectories = list(dict.fromkeys([*Trajectory.enumerate(loops, budget), uniform]))
     else:
-        sample = {uniform}
+        sample, rng = {uniform}, random.Random(0)
         while len(sample) < limit:
             sample.add(Trajectory.sample(loops, rng, budget))
         trajectories = sorted(sample, key=lambda each: each.steps)
@@ -136,8 +138,8 @@ def search(
     is_noise = gain is not None and not gain["is_significant"]
     if by != "accuracy" and ranking["best"]["perplexity"] is None:
         raise RunFailed("No schedule gives a number; the model's weights are damaged or its training diverged.")
-    # Loops that one batch runs if common first steps are computed once (shared), or for each schedule (separate).
-    passes = {"shared": count_loops(measured), "separate": budget * len(measured)}
+    # With common first steps shared, and without.
+    loops_per_batch = {"shared": count_loops(measured), "separate": budget * len(measured)}
     return {
         "weights": weights,
         "loops": loops,
@@ -147,7 +149,7 @@ def search(
         "on_grid": grid_size,  # without the uniform schedule if that is off the grid
         "text": cut and cut.facts,
         "tasks": tasks,
-        "passes": passes if is_exhaustive else None,
+        "passes": loops_per_batch if is_exhaustive else None,
         "seconds": time.perf_counter() - started,
         **ranking,
         "gain": gain,
@@ -190,12 +192,12 @@ def best_gain(
     if means.max() <= 0:
         return None
     residuals = gains - means[:, None] * counts  # [K, B]
-    blocks, spread = len(counts), np.sqrt((residuals**2).sum(1, keepdims=True))  # spread [K, 1]
-    best = int(means.argmax())
+    spread = np.sqrt((residuals**2).sum(1, keepdims=True))  # [K, 1]
+    blocks, best = len(counts), int(means.argmax())
     if blocks == 1 or spread[best, 0] == 0:
         return {"nats_per_token": float(means[best]), "stderr": None, "needed": None, "is_significant": False}
     errors = spread[:, 0] * math.sqrt(blocks / (blocks - 1)) / counts.sum()  # [K]
-    # A draw weights the blocks at random. Student's t, because the errors are estimated from few blocks.
+    # Each draw reweights the blocks. It is divided by a chi to get t, as errors come from few blocks.
     rng = np.random.default_rng(0)
     draws = residuals / np.maximum(spread, np.finfo(float).tiny) @ rng.standard_normal((blocks, _DRAWS))
     draws *= np.sqrt((blocks - 1) / rng.chisquare(blocks - 1, _DRAWS))  # [K, draws]
@@ -210,7 +212,7 @@ def best_gain(
 
 def rank(measured: MeasuredSchedules, by: str) -> list[Trajectory]:
     """The schedules, best first. `both` ranks by the mean of the two ranks. NaN comes last."""
-    costs = [_costs(measured, name) for name in ("perplexity", "accuracy") if by in (name, "both")]
+    costs = [_column_to_minimise(measured, name) for name in ("perplexity", "accuracy") if by in (name, "both")]
     ranks = [_ranks(column) for column in costs]
     mean_rank = {each: statistics.fmean(column[i] for column in ranks) for i, each in enumerate(measured)}
     return sorted(measured, key=lambda trajectory: (mean_rank[trajectory], trajectory.steps))
@@ -222,7 +224,7 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
     rows = [
         {
             "rank": number,
-            "schedule": _in_units(each, loops),
+            "schedule": _format_grid_steps(each, loops),
             "trajectory": str(each),
             "steps": [float(step) for step in each.steps],
             **measured[each],
@@ -243,12 +245,14 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
             for name, group in groups.items()
         },
         # 1 means that a lower perplexity always goes with a higher accuracy.
-        "rank_correlation": spearman(_costs(measured, "perplexity"), _costs(measured, "accuracy")),
+        "rank_correlation": spearman(
+            _column_to_minimise(measured, "perplexity"), _column_to_minimise(measured, "accuracy")
+        ),
         "schedules": rows,
     }
 
 
-def _in_units(trajectory: Trajectory, loops: int) -> str:
+def _format_grid_steps(trajectory: Trajectory, loops: int) -> str:
     """The steps in units of 1/L, such as 2-1-2-3. A schedule off the grid keeps its usual name."""
     units = [step * loops for step in trajectory.steps]
     if any(unit.denominator != 1 for unit in units):
@@ -262,7 +266,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     return None if min(len(set(column)) for column in ranks) < 2 else statistics.correlation(*ranks)
 
 
-def _costs(measured: Mapping[Any, Mapping[str, Any]], name: str) -> list[float]:
+def _column_to_minimise(measured: Mapping[Any, Mapping[str, Any]], name: str) -> list[float]:
     """One column of measurements; lower is better, so accuracy is negated. NaN and missing become infinity."""
     values = [row.get(name) for row in measured.values()]
     sign = -1.0 if name == "accuracy" else 1.0

@@ -7,7 +7,7 @@
 
 A finished result is one file in the folder `evaluation`, named by the hash of its key and written atomically. So an
 interrupted or extended evaluation computes only what is missing. Everything that changes a number belongs in the
-key. The hash of the weights does, so results of other weights are never used.
+key, such as the hash of the weights. So results of other weights are never used.
 
 The best schedules of a model are in `schedules.json` in the folder of the run or model, written by `save_best` in
 schedules.py. An entry belongs to the weights it was measured with and is refused for others.

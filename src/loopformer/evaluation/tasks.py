@@ -9,7 +9,7 @@ Kinds of requests and their arguments are those of the harness:
     loglikelihood          (context, continuation) → [log-likelihood, whether greedy decoding gives that]
     loglikelihood_rolling  (text,)                 → log-likelihood of all tokens, each with as much context as fits
 
-Local files of the paper's tasks are JSON lines named TASK.SPLIT.jsonl, with the fields in docs/benchmarks.md. Files
+Local files of the paper's tasks are JSON lines named TASK.SPLIT.jsonl, with the fields in docs/tasks.md. Files
 of requests and answers are JSON lines too. The first line says what the file is. Each other line is one request, or
 the answers of one trajectory to one task. Log-likelihoods keep every digit.
 """
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 REQUESTS_FORMAT, ANSWERS_FORMAT, FORMAT_VERSION = "loopformer-requests", "loopformer-answers", 1
 
+SHARE_METRICS = ("acc", "exact_match")  # beginnings of metrics that are shares of correct answers
 _LOGLIKELIHOOD, _ROLLING = "loglikelihood", "loglikelihood_rolling"
 
 
@@ -96,7 +97,8 @@ class LocalExamples:
 
 def read_examples(folder: str | Path, name: str) -> LocalExamples:
     """Read a task's examples: the split that the harness scores, else a stand-in that `note` describes."""
-    task, path, examples = TASKS[name], _find_file(Path(folder), name), list[JsonDict]()
+    task, path = TASKS[name], _find_file(Path(folder), name)
+    examples: list[JsonDict] = []
     content = path.read_bytes()
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
@@ -268,8 +270,7 @@ def run_requests(
             missing = [trajectory for trajectory in group if task not in runs[str(trajectory)]]
             if not missing:
                 continue
-            label = f"M={missing[0].budget}" if missing[0].is_uniform else str(missing[0])
-            label = label if len(missing) == 1 else f"{len(missing)} schedules"
+            label = missing[0].label if len(missing) == 1 else f"{len(missing)} schedules"
             count = None if report is None else partial(report, f"{task} {label}")
             for trajectory, answered in answer_requests(loaded.lm, queries, missing, batch_tokens, count).items():
                 loaded.store.put(keys[trajectory], asdict(answered))

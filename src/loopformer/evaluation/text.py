@@ -103,7 +103,8 @@ def read_text(
             part += f"; the first {source.val_tokens:,} tokens" if source.val_tokens else ""
         limit = source.val_tokens
         encoded = _encode_in_batches(_source_texts(source, field), tokenizer)
-    digest, read, tokens = hashlib.sha256(), list[Ids](), 0
+    digest = hashlib.sha256()
+    read, tokens = list[Ids](), 0
     for text, ids in encoded:
         # The limit of a preset also counts one end token per document: `len(read)` so far.
         if limit is not None and tokens + len(read) + len(ids) > limit:
@@ -341,14 +342,15 @@ def perplexity(
         check_threshold(certainty)
     cut = cut_text(text, protocol or Protocol(), model.config.context)
     resolved = [model.resolve(trajectory) for trajectory in trajectories]
-    weights, store, facts, rows = weights or weights_hash(model), store or Store(None), cut.facts, []
+    weights, store = weights or weights_hash(model), store or Store(None)
+    facts, rows = cut.facts, []
     for trajectory in resolved:
         key = cut.key("perplexity", model, weights, trajectory)
         key |= {} if certainty is None else {"certainty": certainty}
         counts = range(1, trajectory.budget + 1)  # of loops that a position can take
         value = stored = store.get(key)
         if value is None:
-            status = f"{text.name} M={trajectory.budget}" if trajectory.is_uniform else f"{text.name} {trajectory}"
+            status = f"{text.name} {trajectory.label}"
             started = time.perf_counter()
             if certainty is None:
                 batches = score_spans(model, cut.windows, [trajectory], batch_tokens, share=False)

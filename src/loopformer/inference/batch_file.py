@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from loopformer.errors import REMOVED_CERTAINTY, FileProblem, LoopformerError, RunFailed, nearest, unreadable
+from loopformer.errors import REMOVED, FileProblem, LoopformerError, RunFailed, nearest, unreadable
 from loopformer.files import append_line, explain_write_errors, open_atomic, open_exclusive, read_json, write_json
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Event, Request
@@ -164,8 +164,8 @@ def _read_prompts(lines: Iterable[bytes]) -> Iterator[_Prompt]:
 def _check_fields(fields: dict[str, Any]) -> None:
     """Raise for unknown fields and wrong types. Ranges are checked when the request is made."""
     for name, value in fields.items():
-        if name == "certainty":
-            raise LoopformerError(REMOVED_CERTAINTY)
+        if name in REMOVED:
+            raise LoopformerError(REMOVED[name])
         if name not in _FIELDS:
             raise LoopformerError(f"Unknown field {name}; {nearest(name, [*_FIELDS, 'id'])}")
         types, expected = _FIELDS[name]
@@ -306,7 +306,8 @@ def _describe_prompts(source: Path, failed: Collection[str], first: int | None =
 
     `failed` holds their numbers, counted from 1. Only the `first` lines are described, or all of them.
     """
-    digest, count, hashes = hashlib.sha256(), 0, dict[str, str]()
+    count, digest = 0, hashlib.sha256()
+    hashes: dict[str, str] = {}
     with _open_prompts(source) as lines:
         for line in islice(filter(bytes.strip, lines), first):
             count += 1

@@ -52,7 +52,7 @@ def milliseconds_per_token(model: LoopedLM, trajectory: Trajectory, prompt: Sequ
     config = model.config
     prompt = tuple(prompt)[-max(1, config.context - TIMED_TOKENS) :]
     request = Request(prompt, trajectory, max_tokens=TIMED_TOKENS + 1)
-    engine = Engine(model, _DummyDetokenizer(), PlainRunner(model, 1, share_prompts=False), queue=1)
+    engine = Engine(model, _EmptyDetokenizer(), PlainRunner(model, 1, share_prompts=False), queue=1)
     engine.submit(request)
     while engine.waiting:  # a long prompt takes several steps
         engine.step()
@@ -67,7 +67,7 @@ def milliseconds_per_token(model: LoopedLM, trajectory: Trajectory, prompt: Sequ
     return sorted(times)[len(times) // 2] * 1e3
 
 
-class _DummyDetokenizer:
+class _EmptyDetokenizer:
     """A detokenizer for measurements: no token ends the text, and every token decodes to nothing."""
 
     eot = -1

@@ -40,8 +40,8 @@ from loopformer.loading.folder import (
 )
 
 Message = dict[str, str]  # role and content
-TUNED = "tuned_to_answer"  # a key of an export's source
-_CUT = "\ufdd0"  # a Unicode noncharacter, which ordinary text never contains
+TUNED = "tuned_to_answer"  # key in `source` of an export's config.json
+_SEPARATOR = "\ufdd0"  # a Unicode noncharacter, which ordinary text never contains
 
 
 def was_tuned_to_answer(model: str | Path) -> bool | None:
@@ -102,18 +102,18 @@ class ChatTemplate:
         """The token ids of a chat, up to the beginning of the answer."""
         if self.source is None:
             return encode_prompt(self.tokenizer, messages)
-        safe = [{**message, "content": self._cut_special_tokens(message["content"])} for message in messages]
+        safe = [{**message, "content": self._split_special_tokens(message["content"])} for message in messages]
         rendered = self._render(safe)
-        return [token for part in rendered.split(_CUT) for token in self.tokenizer.encode_template(part)]
+        return [token for part in rendered.split(_SEPARATOR) for token in self.tokenizer.encode_template(part)]
 
-    def _cut_special_tokens(self, content: str) -> str:
-        """A message with `_CUT` inside every special token that it spells out.
+    def _split_special_tokens(self, content: str) -> str:
+        """A message with `_SEPARATOR` inside every special token that it spells out.
 
         `encode` splits the rendered chat there and encodes the parts one by one, so the tokenizer never sees the
         special token.
         """
         for special in self.tokenizer.special_tokens:
-            content = content.replace(special, f"{special[:1]}{_CUT}{special[1:]}")
+            content = content.replace(special, f"{special[:1]}{_SEPARATOR}{special[1:]}")
         return content
 
     def fit(self, messages: Sequence[Message], max_tokens: int) -> FittedChat:

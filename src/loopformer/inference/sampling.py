@@ -17,12 +17,10 @@ from torch import Tensor
 
 from loopformer.device import to_device_async
 from loopformer.inference.request import Choice, Draw, Sampling
-from loopformer.model.noise import GOLDEN, MIX_1, MIX_2, as_int64, hashed, logical_shift
+from loopformer.model.noise import GOLDEN, as_int64, hashed, logical_shift
 from loopformer.scoring import most_likely
 
 _64_BITS = (1 << 64) - 1
-
-
 GREEDY = Draw(Sampling())
 
 
@@ -55,7 +53,7 @@ def sample_async(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         scores = log_probabilities(logits, draws)
         sampled_rows = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
         if sampled_rows:
-            keys = [_noise_key(draws[row].seed, draws[row].position) for row in sampled_rows]
+            keys = _noise_keys([draws[row] for row in sampled_rows])
             noise = gumbel_noise(keys, logits.shape[-1], logits.device).to(scores.dtype)
             scores.index_add_(0, to_device_async(sampled_rows, logits.device), noise)
     tokens = scores.argmax(-1, keepdim=True)
@@ -110,7 +108,7 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 def gumbel_noise(keys: Sequence[int], vocab: int, device: torch.device) -> Tensor:
     """Gumbel noise [B, V] in fp64 (fp32 on MPS). It depends only on the row's key and the token."""
     compute = torch.device("cpu") if device.type == "mps" else device  # MPS has no fp64
-    key = to_device_async([as_int64(key) for key in keys], compute)[:, None]
+    key = to_device_async([as_int64(key & _64_BITS) for key in keys], compute)[:, None]
     bits = hashed(key + torch.arange(vocab, device=compute) * as_int64(GOLDEN))
     uniform = (logical_shift(bits, 12).double() + 0.5) * 2.0**-52  # never 0 and never 1
     noise = -(-uniform.log()).log()
@@ -125,16 +123,12 @@ def kernel_settings(sampling: Sampling, vocab: int) -> tuple[float, float, float
 
 def hashed_seed(seed: int) -> int:
     """A seed as 64 random-looking bits in an int64, so that neighbouring seeds have unrelated noise."""
-    return as_int64(_hashed_int(seed & _64_BITS))
+    return int(hashed(torch.tensor(as_int64(seed & _64_BITS))))
 
 
-def _noise_key(seed: int, position: int) -> int:
-    """The 64-bit key of the noise at a position. Keys collide about as rarely as random numbers."""
-    return _hashed_int((hashed_seed(seed) + position * GOLDEN) & _64_BITS)
-
-
-def _hashed_int(bits: int) -> int:
-    """`hashed` (model/noise.py) for a Python int instead of a tensor. Both must give the same bits."""
-    bits = ((bits ^ (bits >> 30)) * MIX_1) & _64_BITS
-    bits = ((bits ^ (bits >> 27)) * MIX_2) & _64_BITS
-    return bits ^ (bits >> 31)
+def _noise_keys(draws: Sequence[Draw]) -> list[int]:
+    """A 64-bit key for the noise of each draw. Keys collide about as rarely as random numbers."""
+    seeds = torch.tensor([as_int64(draw.seed & _64_BITS) for draw in draws])
+    positions = torch.tensor([draw.position for draw in draws])
+    keys: list[int] = hashed(hashed(seeds) + positions * as_int64(GOLDEN)).tolist()
+    return keys

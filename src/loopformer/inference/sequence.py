@@ -132,7 +132,7 @@ class Sequence:
 
     def advance_prefill(self, tokens: int) -> None:
         """Note how many tokens of its prompt were run in chunks. Only progress beyond the furthest chunk so far
-        forgives a failure: otherwise a sequence that always fails at its last chunk would be tried for ever."""
+        forgives a failure: otherwise a sequence that always fails at its last chunk would be tried forever."""
         if tokens > self._prefilled:
             self._prefilled, self.has_failed = tokens, False
 

@@ -1,4 +1,4 @@
-"""Models on disk: folder.py (the package's own model and run folders) · published.py (the authors' weights).
+"""Models on disk: folder.py (the package's own model and run folders) · published.py (published weights).
 
 model, tokenizer_folder = find_model("runs/demo")     # a run, a model folder, published weights, or "box"
 config, tokenizer_folder = find_config("runs/demo")   # the same without the weights

@@ -253,8 +253,8 @@ def run_folder_of(model: str | Path) -> Path | None:
 def trained_budgets(model: str | Path, config: ModelConfig) -> frozenset[int] | None:
     """The budgets at which a model was trained to predict; None if nobody knows.
 
-    The settings of a run list them. For any other folder: if the loops of a model know their step size, it was
-    trained along short trajectories, as that is what they know it for.
+    The settings of a run list them. In any other folder, a model whose loops know their step size counts as trained
+    at every budget, because short trajectories are what the step size is for.
     """
     settings = (run_folder_of(model) or resolve_model_path(model)) / SETTINGS
     if settings.is_file():

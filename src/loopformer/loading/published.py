@@ -6,7 +6,7 @@
 The kind of model and its sizes are inferred from the tensors. These do not show the numbers of heads and loops,
 which come from the config or metadata stored with the weights, else from the caller.
 
-Safetensors hold no code. A `.pt` is read with `weights_only=True`. The settings object that the authors' training
+Safetensors hold no code. A `.pt` is read with `weights_only=True`. The settings object that the published training
 script pickles is replaced by an inert record. A file that needs any other class or function is refused.
 """
 
@@ -226,7 +226,7 @@ def read_folder(folder: Path) -> tuple[Tensors, Settings]:
 
 
 def read_pt(path: Path) -> tuple[Tensors, Settings]:
-    """Tensors and settings of a checkpoint of the authors' training script, or of a bare state dict."""
+    """Tensors and settings of a checkpoint of the published training script, or of a bare state dict."""
     try:
         inert_classes: list[Any] = [
             _inert_class(name, path) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)

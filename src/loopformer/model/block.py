@@ -34,7 +34,6 @@ class KVStore(Protocol):
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values [B, H, T, D/H]; return all stored ones [B, H, keys, D/H]."""
-        ...
 
 
 class RMSNorm(nn.Module):
@@ -93,8 +92,8 @@ class Attention(nn.Module):
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         if kv is not None:
             k, v = kv.store(k, v)  # [B, H, keys, D/H], earlier tokens included
-        # A single new token attends to all stored ones, so it needs no mask. Several tokens without a mask begin a
-        # sequence: no earlier key is stored, so the causal mask is right.
+        # A single new token attends to all stored ones. Without a mask, several tokens start a sequence: nothing is
+        # stored yet, so causal attention is right.
         is_causal = mask is None and (kv is None or length > 1)
         if maps is None:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
@@ -127,6 +126,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.norm_2 = RMSNorm(config.width, learned)
         self.ffn = FeedForward(config)
+        # The sandwich norms, named as in weight files.
         sandwich = config.norms == "sandwich"
         self.after_1 = RMSNorm(config.width, learned=True) if sandwich else nn.Identity()
         self.after_2 = RMSNorm(config.width, learned=True) if sandwich else nn.Identity()
@@ -158,7 +158,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
 
     def typed_blocks(self) -> Iterator[Block]:
-        """The blocks as `Block`, because iterating over a ModuleList gives plain modules to a type checker."""
+        """The blocks, typed as `Block` for mypy."""
         for block in self.blocks:
             assert isinstance(block, Block)
             yield block

@@ -34,9 +34,9 @@ class Condition(NamedTuple):
         """The condition of a single loop (without the dimension N), or of a slice of the loops."""
         return self.map(lambda part: part[index])
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Condition":
-        """The condition with `change` applied to each tensor."""
-        return Condition(*(None if part is None else change(part) for part in self))
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "Condition":
+        """The condition with `fn` applied to each tensor."""
+        return Condition(*(None if part is None else fn(part) for part in self))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -124,16 +124,16 @@ class Conditioner(nn.Module):
         return Condition(torch.stack(per_block, dim=1), None if self.injector is None else self.injector(active))
 
     @torch.no_grad()
-    def initialise(self, how: str) -> None:
+    def initialise(self, start: str) -> None:
         """Set the modulators to `zero`, `normal` (std 0.02) or `one` (gates at 1: the unmodulated backbone)."""
         for modulator in self.modulators:
             assert isinstance(modulator, nn.Linear)
             nn.init.zeros_(modulator.bias)
-            if how == "normal":
+            if start == "normal":
                 nn.init.normal_(modulator.weight, std=0.02)
             else:
                 nn.init.zeros_(modulator.weight)
-            if how == "one":
+            if start == "one":
                 modulator.bias.view(4, -1)[:2].fill_(1.0)  # the two gates
 
 

@@ -33,7 +33,7 @@ class Usage(AnswerBody):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    loops: int  # passes through the stack
+    loops: int  # through the stack
     flops: float  # counted as if no prompt shared a cached prefix
 
 

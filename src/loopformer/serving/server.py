@@ -5,10 +5,10 @@
 The socket is bound first, then the model is loaded, then the address is printed. SIGTERM drains: running requests
 finish, new ones get 503, and what is left after `drain_seconds` is dropped. A second signal stops at once.
 
-Every request passes a gate before the app. The gate checks the host and the key, and limits the size of the body,
-its time and its number of values. A web page can have its own name resolve to 127.0.0.1 (DNS rebinding), but a
-browser still sends that name as `Host`, so a server on loopback accepts only loopback's names. A client that does
-not read is dropped.
+Every request passes a gate before the app. The gate checks the host and the key. It limits how large a body is, how
+long it takes to arrive, and how many values it has. A web page can have its own name resolve to 127.0.0.1 (DNS
+rebinding), but a browser still sends that name as `Host`. So a server on loopback accepts only loopback's names. A
+client that does not read is dropped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
+from loopformer.errors import NO_TOKENIZER, FileProblem, LoopformerError, RunFailed, require
 from loopformer.inference.chat import ChatTemplate, was_tuned_to_answer
 from loopformer.loading import find_config
 from loopformer.loading.folder import resolve_model_path, run_folder_of, trained_budgets
@@ -132,7 +132,7 @@ def inspect_model(model: str) -> tuple[ModelConfig, ChatTemplate]:
     """A model's settings and chat template, without loading the weights. Raises if either is unusable."""
     config, folder = find_config(model)
     if folder is None:
-        raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
+        raise LoopformerError(NO_TOKENIZER)
     chat = ChatTemplate.find(Tokenizer.load(folder), resolve_model_path(model), run_folder_of(model))
     chat.encode([{"role": "user", "content": "?"}])  # a broken template fails here, not at the first chat
     return config, chat
@@ -231,7 +231,7 @@ class LimitedProtocol(H11Protocol):
             if self._head_timer is not None or not self.cycle.more_body:
                 self._forget()
             if self.cycle.more_body:
-                self._idle[self] = None  # since its head came: more of the body does not make it younger
+                self._idle[self] = None  # Idle since its head came: more of the body does not reset that.
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
             self._idle[self] = None
@@ -257,7 +257,7 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
         else:
             oldest.transport.abort()
-        # `connection_lost` comes later, and until then this connection would be closed for others.
+        # Not in `connection_lost`, which comes later: the next newcomer would choose the same connection.
         del self._idle[oldest]
         self.connections.discard(oldest)
 
@@ -448,8 +448,9 @@ class Gate:
         try:
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             self._check_framing([name for name, _ in scope["headers"]])
-            self._check(scope["path"], headers)
-            # Clients share rows and queue by their keys. Without keys anybody could send many, so addresses count.
+            self._check_access(scope["path"], headers)
+            # Clients share rows and queue, and their keys tell them apart. On a server without keys, a client could
+            # make up many, so its address counts.
             address = (scope.get("client") or ("",))[0]
             key = hashlib.sha256(headers.get(b"authorization", "").encode()).hexdigest()[:16]
             scope["state"] = {**scope.get("state", {}), "client": key if self._keys else address}
@@ -484,7 +485,7 @@ class Gate:
         if b"content-length" in names and b"transfer-encoding" in names:
             raise ApiError("Send Content-Length or Transfer-Encoding, not both.", connection="close")
 
-    def _check(self, path: str, headers: dict[bytes, str]) -> None:
+    def _check_access(self, path: str, headers: dict[bytes, str]) -> None:
         if self._hosts is not None and not is_host(headers.get(b"host", ""), self._hosts):
             raise ApiError("This server listens on loopback and accepts no other Host.", 403, "host_not_allowed")
         if self._keys and path not in OPEN_PATHS and not is_key(headers.get(b"authorization", ""), self._keys):

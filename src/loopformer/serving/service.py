@@ -203,7 +203,8 @@ class Generation:
                 raise error
 
     def _record_metrics(self, index: int, event: Event) -> None:
-        metrics, budget, seconds = self._service.metrics, self.trajectory.budget, time.monotonic() - self.began
+        metrics, budget = self._service.metrics, self.trajectory.budget
+        seconds = time.monotonic() - self.began
         if index not in self._first_tokens:
             queued = max(0.0, (event.started_at or self.began) - self.began)
             self.queue_seconds = queued if self.queue_seconds is None else self.queue_seconds

@@ -4,7 +4,7 @@
 //   fields      what was typed, and what is wrong with it
 //   schedule    a bar of length 1, cut into steps whose borders move
 //   texts       a text per budget, with its time and compute as bars
-//   lens        the guesses at each budget, and after each loop of one pass
+//   lens        the guesses at each budget, and after each loop of the full one
 //   curve       perplexity against compute
 
 const $ = (id) => document.getElementById(id);
@@ -527,14 +527,14 @@ async function look(text, token, place) {
   const trajectories = [...new Set([...usualBudgets(), text.trajectory, full])];
   trajectories.sort((a, b) => read(a).length - read(b).length);
   try {
-    const passes = new Map();
+    const loopsAlong = new Map();
     for (const trajectory of trajectories) {
       const answer = await ask("lens", { prompt, trajectory, top: 5 }, own.signal);
-      passes.set(trajectory, (await answer.json()).loops);
+      loopsAlong.set(trajectory, (await answer.json()).loops);
     }
     const drawn = text.ids[place];
-    const predictions = [...passes].map(([trajectory, pass]) => ({ ...pass.at(-1), title: nameOf(trajectory) }));
-    const states = passes.get(full).map((state) => ({ ...state, title: `loop ${state.loop}` }));
+    const predictions = [...loopsAlong].map(([trajectory, loops]) => ({ ...loops.at(-1), title: nameOf(trajectory) }));
+    const states = loopsAlong.get(full).map((state) => ({ ...state, title: `loop ${state.loop}` }));
     showGuesses("lens-budgets", predictions, drawn, "not trained", {
       all: "The model was trained to make each of these predictions.",
       some: "The model was trained to make only some of these predictions.",
