@@ -225,12 +225,11 @@ class Pair:
             return mine[3] - theirs[3]
         return statistics.fmean(math.log(x / y) for x, y in zip(mine[:3], theirs[:3], strict=True))
 
-    def written(self, value: float, error: float | None = None) -> str:
-        if self.tasks:
-            return f"{value:+.1f}" + ("" if error is None else f" ± {error:.1f}") + " points"
-        percent, margin = 100 * (math.exp(value) - 1), 100 * math.exp(value) * (error or 0)
-        digits = 1 if abs(percent) < 100 else 0
-        return f"{percent:+.{digits}f}" + ("" if error is None else f" ± {margin:.{digits}f}") + " %"
+    def written(self, value: float) -> str:
+        return f"{value:+.1f} points" if self.tasks else _percent(value)
+
+    def written_error(self, value: Value) -> str:
+        return f"{value.error:.1f} points" if self.tasks else _percent_error(value)
 
     def name(self) -> str:
         (mine, m), (theirs, n) = self.a, self.b
@@ -262,14 +261,34 @@ class Claim:
     pairs: tuple[Pair, ...]
     expected: int  # 0: no further behind than in the paper
 
-    def row(self, results: Results) -> list[str]:
-        verdicts = [pair.verdict(results, self.expected) for pair in self.pairs]
-        paper = [pair.written(pair.paper) if pair.paper is not None else "no number" for pair in self.pairs]
-        differences = [pair.ours(results) for pair in self.pairs]
-        ours = [pair.written(value.value, value.error) for pair, value in zip(self.pairs, differences, strict=True)]
-        names = [pair.name() for pair in self.pairs]
-        verdict = verdicts[0] if len(set(verdicts)) == 1 else "<br>".join(verdicts)
-        return [self.text, "<br>".join(names), "<br>".join(paper), "<br>".join(ours), verdict]
+    def rows(self, results: Results) -> list[list[str]]:
+        """A row for each comparison; the first has the claim."""
+        rows = []
+        for number, pair in enumerate(self.pairs):
+            ours, paper = pair.ours(results), pair.paper
+            cells = [
+                "no number" if paper is None else pair.written(paper),
+                pair.written(ours.value),
+                pair.written_error(ours),
+            ]
+            rows.append(
+                [self.text if number == 0 else "", pair.name(), *cells, pair.verdict(results, self.expected)]
+            )
+        return rows
+
+
+def _percent(log_ratio: float) -> str:
+    percent = 100 * math.expm1(log_ratio)
+    return f"{percent:+.{_digits(percent)}f} %"
+
+
+def _percent_error(log_ratio: Value) -> str:
+    digits = _digits(100 * math.expm1(log_ratio.value))
+    return f"{100 * math.exp(log_ratio.value) * log_ratio.error:.{digits}f} %"
+
+
+def _digits(percent: float) -> int:
+    return 1 if abs(percent) < 100 else 0
 
 
 def pairs(of: str, against: Sequence[str], budget: int, tasks: bool = False) -> tuple[Pair, ...]:
@@ -347,8 +366,8 @@ CLAIMS = (
 
 
 def claims(results: Results) -> list[str]:
-    head = ["claim", "compared", "paper", "ours ± standard error", "verdict"]
-    return table(head, [claim.row(results) for claim in CLAIMS])
+    head = ["claim", "compared", "paper", "this package", "standard error", "verdict"]
+    return table(head, [row for claim in CLAIMS for row in claim.rows(results)], "llrrrl")
 
 
 # What was measured
@@ -372,8 +391,8 @@ def models(results: Results) -> list[str]:
             error = _example_error({task: [100.0 * int(digit) for digit in right[task]] for task in TASKS})
             weights = f"{run['plan']['parameters_without_embeddings'] / 1e6:.1f} M"
             perplexities = [f"{row['perplexity']:.1f}" for row in texts]
-            rows.append([flops, title, weights, *perplexities, f"{task_average(run, budget):.2f} ± {error:.2f}"])
-    return table(["FLOPs", "model", "weights", *TEXTS, "task average, %"], rows, "llrrrrr")
+            rows.append([flops, title, weights, *perplexities, f"{task_average(run, budget):.2f}", f"{error:.2f}"])
+    return table(["FLOPs", "model", "weights", *TEXTS, "task average, %", "its error"], rows, "ll" + "r" * 6)
 
 
 def tasks(results: Results) -> list[str]:
@@ -410,19 +429,37 @@ def peak(curve: Sequence[float]) -> int:
     return 1 + max(range(len(curve)), key=lambda loop: curve[loop])
 
 
+REPRESENTED = (*LOOPED, "recurrent-depth", LF, "loopformer-sequential")
+
+
 def representation(results: Results) -> list[str]:
-    """The range of each metric over the loops, the loop where it peaks, and the similarity of the loops."""
-    rows = []
-    for model in (*LOOPED, "recurrent-depth", LF, "loopformer-sequential"):
-        cells = [TITLES[model]]
-        for name in METRICS:
-            moved = results.over_loops(model, metric(name, extent))
-            peaks = [peak(run["analysis"][0]["metrics"][name]["mean"][1:]) for run in results.runs(model)]
-            cells += [f"{moved.value:.3f} ± {moved.error:.3f}", ", ".join(map(str, peaks))]
-        alike = [results.over_loops(model, of) for of in (similarity, late)]
-        rows.append([*cells, *(f"{value.value:.3f} ± {value.error:.3f}" for value in alike)])
-    heads = [word for title in METRICS.values() for word in (f"{title}: range", "peak")]
-    return table(["M = 8", *heads, "CKA between loops", "5 to 8"], rows, "l" + "r" * 8)
+    """The range of each metric over the loops, and the similarity of the loops. Errors depend on seeds alone."""
+    measures = [*(metric(name, extent) for name in METRICS), similarity, late]
+    values = {model: [results.over_loops(model, of) for of in measures] for model in REPRESENTED}
+    rows = [
+        [TITLES[model], str(len(results.runs(model))), *(f"{value.value:.3f}" for value in own)]
+        for model, own in values.items()
+    ]
+    for seeds, model in ((1, LOOPED[0]), (2, LF)):
+        rows.append(
+            [f"standard error, {seeds} seed{'s' * (seeds > 1)}", "", *(f"{v.error:.3f}" for v in values[model])]
+        )
+    head = ["M = 8", "seeds", *METRICS.values(), "CKA between loops", "CKA between loops 5 to 8"]
+    return table(head, rows, "l" + "r" * 6)
+
+
+def peaks(results: Results) -> list[str]:
+    """The loop where each metric is highest."""
+    rows = [
+        [
+            TITLES[model],
+            str(seed),
+            *(str(peak(run["analysis"][0]["metrics"][name]["mean"][1:])) for name in METRICS),
+        ]
+        for model in REPRESENTED
+        for seed, run in enumerate(results.runs(model))
+    ]
+    return table(["M = 8", "seed", *METRICS.values()], rows, "l" + "r" * 4)
 
 
 def representation_claims(results: Results) -> list[str]:
@@ -439,17 +476,23 @@ def representation_claims(results: Results) -> list[str]:
     for name, title in METRICS.items():
         rises = results.over_own_seeds(LF, over(metric(name, lambda curve: max(curve[1:-1]) - curve[0])))
         tapers = results.over_own_seeds(LF, over(metric(name, lambda curve: max(curve[1:-1]) - curve[-1])))
-        verdict = FAILS if -1 in (rises.sign, tapers.sign) else HOLDS if rises.sign == tapers.sign == 1 else OPEN
-        ours = [f"{value.value:+.3f} ± {value.error:.3f}" for value in (rises, tapers)]
-        highest = f"highest of loops 2 to 7: {ours[0]} above loop 1, {ours[1]} above loop 8"
-        rows.append([f"{title}: rises to mid-depth, then tapers", highest, verdict])
-    return table(["claim about LoopFormer (figures, no numbers in the paper)", "ours", "verdict"], rows)
+        for text, value in {
+            "rises to mid-depth, highest of loops 2 to 7 against loop 1": rises,
+            "tapers after that, highest of loops 2 to 7 against loop 8": tapers,
+        }.items():
+            rows.append([f"{title}: {text}", "", "", *_judged(value, 1)])
+    head = ["claim about LoopFormer (figures, no numbers in the paper)", "LoopFormer", "the other", "difference"]
+    return table([*head, "standard error", "verdict"], rows, "lrrrrl")
 
 
 def _moves(text: str, mine: Value, theirs: Value, expected: int) -> list[str]:
     difference = Value(mine.value - theirs.value, math.hypot(mine.error, theirs.error))
-    ours = f"{mine.value:.3f} against {theirs.value:.3f}: {difference.value:+.3f} ± {difference.error:.3f}"
-    return [text, ours, {expected: HOLDS, 0: OPEN, -expected: FAILS}[difference.sign]]
+    return [text, f"{mine.value:.3f}", f"{theirs.value:.3f}", *_judged(difference, expected)]
+
+
+def _judged(value: Value, expected: int) -> list[str]:
+    verdict = {expected: HOLDS, 0: OPEN, -expected: FAILS}[value.sign]
+    return [f"{value.value:+.3f}", f"{value.error:.3f}", verdict]
 
 
 # Schedules
@@ -489,27 +532,29 @@ SAMPLED = {
 
 
 def schedules(results: Results) -> list[str]:
+    """The best and the worst schedules, and the rank of equal steps."""
     rows = []
     for name, sampler in SAMPLED.items():
-        run = results.files[name]
-        values = by_schedule(run)
+        values = by_schedule(results.files[name])
+        ranked = sorted(values, key=lambda schedule: values[schedule])
+        spread = f"{100 * math.expm1(values[ranked[-1]] - values[ranked[0]]):.1f} %"
+        rows.append([sampler, *ranked[:3], *ranked[:-3:-1], str(1 + ranked.index("2-2-2-2")), spread])
+    head = ["sampler", "best", "second", "third", "worst", "second worst", "rank of uniform", "worst over best"]
+    return table(head, rows)
+
+
+def schedule_steps(results: Results) -> list[str]:
+    """The mean steps of the best schedules, and coarse-early ones against their mirror images."""
+    rows = []
+    for name, sampler in SAMPLED.items():
+        values, pairs = by_schedule(results.files[name]), mirrored(results.files[name])
         ranked = sorted(values, key=lambda schedule: values[schedule])
         best = [[int(step) / 8 for step in schedule.split("-")] for schedule in ranked[:4]]
-        pairs = mirrored(run)
-        rows.append(
-            [
-                sampler,
-                ", ".join(ranked[:3]),
-                ", ".join(ranked[:-4:-1]),
-                str(1 + ranked.index("2-2-2-2")),
-                f"{100 * math.expm1(values[ranked[-1]] - values[ranked[0]]):.1f} %",
-                " ".join(f"{statistics.fmean(column):.2f}" for column in zip(*best, strict=True)),
-                f"{sum(difference < 0 for difference in pairs)} of {len(pairs)}",
-                f"{100 * math.expm1(statistics.fmean(pairs)):+.1f} %",
-            ]
-        )
-    head = ["sampler", "best", "worst", "rank of uniform", "spread", "mean steps of the best four"]
-    return table([*head, "coarse-early beats its mirror image", "by"], rows)
+        means = [f"{statistics.fmean(column):.2f}" for column in zip(*best, strict=True)]
+        wins = sum(difference < 0 for difference in pairs)
+        rows.append([sampler, *means, str(wins), f"{100 * math.expm1(statistics.fmean(pairs)):+.1f} %"])
+    head = ["sampler", *(f"step {number} of the best four, mean" for number in range(1, 5))]
+    return table([*head, "coarse-early ones ahead of their mirror image, of 15", "by"], rows, "l" + "r" * 6)
 
 
 def schedule_claims(results: Results) -> list[str]:
@@ -522,7 +567,7 @@ def schedule_claims(results: Results) -> list[str]:
         values = by_schedule(run).values()
         return max(values) - min(values)
 
-    spread_there = f"{PAPER_SPREAD:g} of {PAPER[LF, 4][0]:g}, {100 * PAPER_SPREAD / PAPER[LF, 4][0]:.0f} %"
+    spread_there = f"{100 * PAPER_SPREAD / PAPER[LF, 4][0]:+.0f} %"
     statements: dict[str, tuple[str, int, Callable[[Result], float]]] = {
         "Schedules of one budget differ: worst over best": (spread_there, 1, spread),
         "Coarse early, fine late beats its mirror image": ("yes", -1, lambda run: statistics.fmean(mirrored(run))),
@@ -534,19 +579,15 @@ def schedule_claims(results: Results) -> list[str]:
         for sampler, names in samplers.items():
             ours = over_seeds(of, names)
             verdict = {expected: HOLDS, 0: OPEN, -expected: FAILS}[ours.sign]
-            rows.append([f"{text}; {sampler}", paper, _percent(ours), verdict])
-    rows.append(["Task averages differ between schedules", "1.3 points", "not measured", OPEN])
-    return table(["claim", "paper", "ours ± standard error", "verdict"], rows)
+            rows.append([f"{text}; {sampler}", paper, _percent(ours.value), _percent_error(ours), verdict])
+    rows.append(["Task averages differ between schedules", "1.3 points", "not measured", "", OPEN])
+    return table(["claim", "paper", "this package", "standard error", "verdict"], rows, "lrrrl")
 
 
 def best_over_uniform(run: Result) -> float:
     values = by_schedule(run)
     early = min(value for schedule, value in values.items() if lateness(schedule) < lateness("2-2-2-2"))
     return early - values["2-2-2-2"]
-
-
-def _percent(value: Value) -> str:
-    return f"{100 * math.expm1(value.value):+.1f} ± {100 * math.exp(value.value) * value.error:.1f} %"
 
 
 def cost(results: Results) -> list[str]:
@@ -563,7 +604,7 @@ def cost(results: Results) -> list[str]:
         [text, f"about {paper:g}", f"{ours:.2f}", HOLDS if abs(ours - paper) < 0.1 else FAILS]
         for text, (paper, ours) in counted.items()
     ]
-    return table(["claim", "paper", "ours, counted", "verdict"], rows)
+    return table(["claim", "paper", "this package, counted", "verdict"], rows)
 
 
 TABLES: Mapping[str, Callable[[Results], list[str]]] = {
@@ -571,8 +612,10 @@ TABLES: Mapping[str, Callable[[Results], list[str]]] = {
     "models": models,
     "tasks": tasks,
     "representation": representation,
+    "peaks": peaks,
     "representation claims": representation_claims,
     "schedules": schedules,
+    "schedule steps": schedule_steps,
     "schedule claims": schedule_claims,
     "cost": cost,
 }
