@@ -194,8 +194,8 @@ def first_texts() -> str:
         "The bundled model needs no download. "
         f"It is a {parameters:.1f} M-parameter toy: good for trying budgets, not for facts.\n\n"
         f"{table(['loops', 'held-out perplexity', 'continuation'], lines)}\n\n"
-        "The table is abridged: the command also prints times. The perplexity is that of "
-        "[held-out text](docs/box.md#by-budget).\n\nOn a task that needs depth the difference is clear. "
+        "The perplexity is that of [held-out text](docs/box.md#by-budget). "
+        "The command prints that of the prompt, and times.\n\nOn a task that needs depth the difference is clear. "
         f"`make demo` trains such a model in {minutes} minutes on two CPU cores,\nin an environment of its own."
     )
 
