@@ -2,7 +2,7 @@
 
     python examples/demo.py [--steps 3000] [--out runs/demo] [--results results/demo/demo.json]
 
-First the model in the box continues a prompt at four budgets. Then an elastic model is trained to multiply in the
+First the bundled model continues a prompt at four budgets. Then an elastic model is trained to multiply in the
 group S3, and next to it specialists, each for a single budget. All of them predict the product at every position of
 new words, and the accuracy is drawn by position and budget. A stopped demo resumes when it is started again.
 """
@@ -33,12 +33,10 @@ SPECIALISTS = (5, 3, 1)  # the longest to train first
 
 
 def write_text() -> list[dict[str, Any]]:
-    """Print and return the text of the model in the box at four budgets, from the same seed."""
+    """Print and return the text of the bundled model at four budgets, from the same seed."""
     lm = loopformer.load("box")
     config, parameters = lm.model.config, lm.model.cost.parameters.total
-    print(
-        f"The model in the box: {config.blocks}⊗{config.loops}, {parameters / 1e6:.1f} M parameters. {PROMPT!r} …"
-    )
+    print(f"The bundled model: {config.blocks}⊗{config.loops}, {parameters / 1e6:.1f} M parameters. {PROMPT!r} …")
     rows = []
     for budget in BUDGETS:
         started = time.perf_counter()

@@ -14,15 +14,27 @@ texts=("$@")
 [ $# -gt 0 ] || texts=("$here"/README.md "$here"/docs)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # matrices this small are slower on more threads
 show() { printf '\n\033[1m$ %s\033[0m\n' "$1" >&2; }
-say() { show "$(printf '%q ' loopformer "$@")"; loopformer "$@"; }
+say() {  # show the command with quotes only where it needs them, and run it
+  local words=(loopformer) word
+  for word in "$@"; do
+    [[ $word =~ ^[[:alnum:]_./,:=@%+-]+$ ]] && words+=("$word") || words+=("'$word'")
+  done
+  show "${words[*]}"
+  loopformer "$@"
+}
 mkdir -p first-hour
 prompt=${PROMPT:-The model}
 sampling=(--temperature 0.8 --top-p 0.95 --seed 0)
 
 # From text to tokens to a model that serves every budget.
 say prepare "${texts[@]}" --out first-hour/data --train-tokenizer 512 --val-fraction 0.05
+# In so few steps later loops only learn to add something if the full trajectory learns alone for longer than usual.
+budgets='[{budget: full, active_range: [0, 0.5]}, {budget: full, rows: 0.5, active_range: [0.5, 1]},'
+budgets+=' {budget: [2, 3], rows: 0.25, weight: 0.3, active_range: [0.5, 1]},'
+budgets+=' {budget: 1, rows: 0.25, weight: 0.3, active_range: [0.5, 1]}]'
 training=(demo data.path=first-hour/data training.steps="${STEPS:-240}" training.batch=8 training.learning_rate=6.0e-3
   training.warmup=20 training.save_every=120 training.validate_every=120 training.log_every=60
+  training.matrix_learning_rate=0.05 objective.trajectories="$budgets"
   model.width=64 model.ffn=160 model.context=64 --out first-hour/run)
 say train "${training[@]}" --dry-run
 say train "${training[@]}"
@@ -42,6 +54,7 @@ say report first-hour/run --max-tokens 2000 --prompts 4 --out first-hour/report
 # Out into the world: Transformers, and a server that speaks OpenAI's API.
 say export first-hour/run first-hour/exported
 show "loopformer serve first-hour/run --port 0"
+: > first-hour/server.txt  # for grep, before the server has written
 loopformer serve first-hour/run --port 0 > first-hour/server.txt 2> first-hour/server.log &  # `say` would be a shell
 server=$!
 trap 'kill "$server" 2> /dev/null || true' EXIT

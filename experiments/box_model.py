@@ -1,4 +1,4 @@
-"""The model in the box: its text, its training, and the folder that ships with the package.
+"""The bundled model: its text, its training, and the folder that ships with the package.
 
     python experiments/box_model.py prepare CORPUS --data data/box          # tokens of text that may be passed on
     python experiments/box_model.py train --data data/box --run runs/box    # on a GPU
@@ -77,24 +77,24 @@ EXCERPT = 1600  # characters of each
 SHINGLE = 50  # bytes
 MAX_SEEN = 0.2  # share of an excerpt's shingles that the training text may contain: quotations and set phrases
 CARD = """\
-# The model in the box
+# The bundled model
 
 A small elastic-depth language model that comes with loopformer: {blocks}⊗{loops}, width {width},
 {parameters:.2f} M parameters, context {context}, a byte-level BPE of {vocab:,} tokens, bf16. It shows what a budget
-does and lets every command run at once. It is far too small to know anything, and what it says may be wrong or
-offensive, as old books can be.
+does and lets every command run at once. It is a toy: good for trying budgets, not for facts. What it says may
+be wrong or offensive, as old books can be.
 
 | loops | perplexity | bits per byte |
 |---|---|---|
 {rows}
 
-On `{held_out}`, which is held out of its data; `loopformer eval text --budgets 1,2,4,8` says it again. English,
-after {seen:.0f} M tokens ({epochs:.1f} epochs, {steps:,} steps, seed {seed}) on {hardware}, with the preset
-`elastic`; `experiments/box_model.py` made it.
+On `{held_out}`, which is held out of its data; `loopformer eval text --budgets 1,2,3,4,5,6,7,8` reproduces it.
+English, after {seen:.0f} M tokens ({epochs:.1f} epochs, {steps:,} steps, seed {seed}) on {hardware}, with the
+preset `elastic`; `experiments/box_model.py` made it.
 
 Trained only on text that may be passed on: books of Project Gutenberg in the public domain, English Wikipedia
 (CC BY-SA), Foreign Relations of the United States (public domain) and MDN Web Docs (CC BY-SA 2.5, code CC0 or MIT).
-`{held_out}` is of the same sources under the same licences, and says of each text whose it is. Weights and
+`{held_out}` is of the same sources under the same licences, and names the source of each text. Weights and
 settings: MIT, as loopformer.
 """
 

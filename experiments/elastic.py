@@ -13,7 +13,7 @@ its whole command.
 
 import argparse
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from common import (
 from loopformer.config import ModelConfig, from_mapping
 from loopformer.device import device_name
 from loopformer.model.cost import Cost
-from loopformer.plots import Line, Panel, line_figure, save
+from loopformer.plots import Line, Panel, house_style, line_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -221,12 +221,13 @@ STORED_AS = {  # seed 0 of these runs, under the name of an earlier suite
 }
 PRESET = ("normed", "elastic-time-10")
 LABELS = {  # lines of the picture: looped models
-    PRESET: "elastic, one model",
+    PRESET: "elastic",
     ("baselines", "recurrent-depth"): "Recurrent Depth, our optimizer",
     ("normed", "paper-ours"): "the paper's objective, our optimizer",
     ("normed", "early-exit"): "naive early exit, our optimizer",
     ("final", "paper-adamw-2e-3"): "the paper's recipe",
 }
+BUDGETS = range(1, 9)
 
 
 def main() -> None:
@@ -295,14 +296,31 @@ def compute_figure(runs: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) 
         ]
         return Line(label, mflops, means, **style)
 
+    def numbered(unit: str, numbers: Iterable[int]) -> list[str]:
+        return [f"{number} {unit}{'s' * (number > 1)}" for number in numbers]
+
+    # The inner points of `elastic` lie close together, so their names are numbers alone.
+    loops = [*numbered("loop", BUDGETS[:1]), *map(str, BUDGETS[1:-1]), *numbered("loop", BUDGETS[-1:])]
     lines = [
-        line(label, [(runs[run], budget) for budget in range(1, 9)]) for run, label in LABELS.items() if run in runs
+        line(label, [(runs[run], budget) for budget in BUDGETS], names=loops if run == PRESET else ())
+        for run, label in LABELS.items()
+        if run in runs
     ]
-    plain_runs = [(runs["baselines", f"plain-{blocks}"], 1) for blocks in sorted(PLAIN_STEPS)]
-    names = [f"{blocks} block{'s' * (blocks > 1)}" for blocks in sorted(PLAIN_STEPS)]
-    lines.append(line("plain Transformers, as much training compute for each", plain_runs, names=names, dash=1))
-    panel = Panel(lines, xlabel="MFLOP per token (forward)", ylabel="held-out perplexity", log_y=True)
-    return line_figure([panel], height=3.6)
+    depths = sorted(PLAIN_STEPS)
+    plain_runs = [(runs["baselines", f"plain-{blocks}"], 1) for blocks in depths]
+    lines.append(line("plain Transformers, one per point", plain_runs, names=numbered("block", depths), dash=1))
+    special = [(runs["normed", f"specialist-{budget}-twice"], budget) for budget in depths]
+    lines.append(line("specialists, one per point", special, dash=1))
+    panel = Panel(lines, xlabel="MFLOP per token (forward)", ylabel="held-out perplexity (log scale)", log_y=True)
+    figure = line_figure([panel], height=3.6, legend=None)
+    with house_style():  # the upper right corner is free
+        (axis,) = figure.axes
+        axis.legend(loc="upper right", fontsize=6.5)
+        for name in axis.texts:
+            if "block" in name.get_text() or name.get_text() == "1 loop":  # to the right a line would cross it
+                name.set_position((-4, -8))
+                name.set_horizontalalignment("right")
+    return figure
 
 
 if __name__ == "__main__":

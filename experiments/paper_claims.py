@@ -32,7 +32,8 @@ from common import (
     train_run,
     write_texts,
 )
-from paper_judge import Results, fill
+from paper_judge import fill
+from paper_results import Results
 
 from loopformer.analysis.dynamics import analyze, read_prompts
 from loopformer.config import load_run

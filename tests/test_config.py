@@ -57,7 +57,7 @@ def test_settings_beyond_the_paper_are_written_where_they_are_used(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"block": 2}, "model.block; did you mean blocks?"),
+        ({"block": 2}, "model.block; did you mean model.blocks?"),
         ({"blocks": 0}, "model.blocks must be 1 or more"),
         ({"loops": 10**9}, "model.loops must be 1 or more and at most 4,096, got 1000000000"),
         ({"blocks": "two"}, "model.blocks must be a whole number"),
@@ -155,7 +155,12 @@ def test_the_pair_of_earlier_versions_is_read_as_a_list(pair: dict[str, Any], we
         (
             "demo",
             "objective.trajectories=[{budget: full}, {budget: short, rows: 0.1}]",
-            "is less than one row; raise it, or training.batch to 10",
+            "is less than one row; raise it, or training.batch to 10, the smallest for this objective",
+        ),
+        (
+            "demo",
+            "objective.trajectories=[{budget: full}, {budget: short, rows: 0.1}, {budget: 1, rows: 0.03}]",
+            "budget short: rows 0.1 of 4 rows is less than one row; raise it, or training.batch to 34",
         ),
         (
             "demo",

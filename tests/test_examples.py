@@ -34,6 +34,11 @@ def test_the_first_hour(tmp_path: Path) -> None:
     assert answer["loopformer"]["budget"] == 2
     assert answer["usage"]["completion_tokens"] == 24
     assert answer["choices"][0]["text"].strip()
+    header = next(n for n, line in enumerate(lines) if line.split()[:3] == ["budget", "schedule", "perplexity"])
+    perplexity = {int(row[0]): float(row[2]) for row in map(str.split, lines[header + 1 : header + 4])}
+    assert perplexity[1] > 1.05 * perplexity[4], "budgets differ visibly on text, too"
+    assert "$ loopformer eval text first-hour/run --budgets 1,2,4 --max-tokens 2000" in done.stderr
+    assert "No such file" not in done.stderr
     table = [line.split() for line in lines[lines.index(next(x for x in lines if x.startswith("products over"))) :]]
     accuracy = {int(row[0]): float(row[4]) for row in table if row[1:2] == ["uniform"]}  # positions 3 and 4
     assert accuracy[4] > accuracy[1] + 10, "budgets differ visibly"

@@ -18,12 +18,28 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/box.md")
 PART = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BUDGETS = (1, 2, 4, 8)
+NUMBERS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
 ELASTIC = ("normed", "elastic-time-10")
+PAPER_RATES = (("final", "paper"), ("final", "paper-adamw-2e-3"), ("rest", "paper-adamw-4e-3"))  # one seed each
 LOOPED = {  # rows of the comparison: one model each, of suite and name, with their seeds
     "the paper's objective, our optimizer": ("normed", "paper-ours", (0, 1, 2)),
     "Recurrent Depth, our optimizer": ("baselines", "recurrent-depth", (0, 1, 2)),
-    "naive early exit, our optimizer": ("normed", "early-exit", (0, 1, 2)),
-    "the paper's recipe, best of three learning rates": ("final", "paper-adamw-2e-3", (0,)),
+    "naive early exit, our optimizer, normalised start": ("normed", "early-exit", (0, 1, 2)),
+    "the paper's recipe, AdamW {rate} (best of {rates}; the paper has 6e-4)": ("final", "paper-adamw-2e-3", (0,)),
 }
 
 
@@ -51,6 +67,16 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}"
 
 
+def rate(run: Any) -> str:
+    """A learning rate as the settings write it: 2e-3."""
+    return re.sub(r"\.?0*e-0", "e-", f"{run['settings']['training']['learning_rate']:e}")
+
+
+def listed(numbers: Iterable[object]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} and {last}"
+
+
 # README: models of one block of width 512
 
 
@@ -67,51 +93,93 @@ def petaflops(runs: Sequence[Any]) -> float:
     return float(runs[0]["plan"]["total_flops"]) / 1e15
 
 
+def specialists(tokens: str = "") -> dict[int, list[Any]]:
+    """Runs of one budget by that budget. `tokens` is "-twice" for as many tokens as `elastic`, with one seed."""
+    seeds = (0,) if tokens else (0, 1, 2)
+    return {budget: runs_of("normed", f"specialist-{budget}{tokens}", seeds) for budget in BUDGETS}
+
+
 def plain_runs() -> dict[int, list[Any]]:
     """Runs of plain Transformers by their number of blocks."""
     return {blocks: runs_of("baselines", f"plain-{blocks}") for blocks in BUDGETS}
 
 
 def recipes() -> str:
-    """The comparison at equal training FLOPs."""
+    """The comparison at about equal training FLOPs of each looped model."""
+    rates = [runs_of(suite, name, (0,))[0] for suite, name in PAPER_RATES]
+    named = {"rate": rate(runs_of(*PAPER_RATES[1], (0,))[0]), "rates": ", ".join(map(rate, rates))}
     rows: list[list[object]] = []
     looped = {"**`elastic`**": (*ELASTIC, (0, 1, 2)), **LOOPED}
     for label, (suite, name, seeds) in looped.items():
         runs = runs_of(suite, name, seeds)
         values = [three_digits(mean_perplexity(runs, budget)) for budget in BUDGETS]
-        rows.append([label, 1, *values, f"{petaflops(runs):.1f}", len(seeds)])
+        rows.append([label.format(**named), 1, *values, f"{petaflops(runs):.1f}", len(seeds)])
     separate = {
-        "four looped specialists, each for one budget": {
-            budget: (runs_of("normed", f"specialist-{budget}"), budget) for budget in BUDGETS
-        },
-        "plain Transformers of 1, 2, 4 and 8 blocks": {blocks: (runs, 1) for blocks, runs in plain_runs().items()},
+        "looped specialists, one budget and half the tokens of `elastic` each": (specialists(), BUDGETS),
+        "looped specialists, one budget and the tokens of `elastic` each": (specialists("-twice"), BUDGETS),
+        "plain Transformers of 1, 2, 4 and 8 blocks": (plain_runs(), (1, 1, 1, 1)),
     }
-    for label, models in separate.items():
-        values = [three_digits(mean_perplexity(runs, budget)) for runs, budget in models.values()]
-        total = sum(petaflops(runs) for runs, _ in models.values())
-        rows.append([label, len(models), *values, f"{total:.1f}", 3])
-    return table(["", "models", "1 loop", "2 loops", "4 loops", "8 loops", "PFLOP in all", "seeds"], rows)
+    for label, (models, loops) in separate.items():
+        values = [
+            three_digits(mean_perplexity(runs, budget)) for runs, budget in zip(models.values(), loops, strict=True)
+        ]
+        total = sum(petaflops(runs) for runs in models.values())
+        rows.append([label, len(models), *values, f"{total:.1f}", len(models[1])])
+    head = ["", "models", "1 loop", "2 loops", "4 loops", "8 loops", "training PFLOP, all models", "seeds"]
+    explained = (
+        "The last rows have a separate model in each column. A plain Transformer has as many blocks as the "
+        "others have loops.\n`experiments/elastic.py` repeats the table on one H200 "
+        "([all runs](docs/experiments/recipe.md))."
+    )
+    return f"{table(head, rows)}\n\n{explained}\n\n{verdict()}"
 
 
 def verdict() -> str:
-    """What the comparison says, and where depth does not pay."""
-    elastic, plain = runs_of(*ELASTIC), plain_runs()
+    """What the comparison says: where one model is not the best, where depth does not pay, and where it does."""
+    elastic, plain, special = runs_of(*ELASTIC), plain_runs(), specialists("-twice")
+    less = [
+        f"{100 * (1 - mean_perplexity(special[budget], budget) / mean_perplexity(elastic, budget)):.0f}"
+        for budget in BUDGETS
+    ]
     deep = mean_perplexity(elastic, 8)
     one, two = (mean_perplexity(plain[blocks], 1) for blocks in (1, 2))
     ours, theirs = (runs[0]["plan"]["parameters"] / 1e6 for runs in (elastic, plain[2]))
     return (
-        "**Where depth does not pay.** Eight loops of one block beat one plain block "
-        f"({deep:.1f} against {one:.1f}). But two plain\nblocks, with about as many parameters "
+        "- **Where a specialist is better.** A model for one budget that has seen as many tokens as `elastic` has "
+        f"{listed(less)} %\n  less perplexity at {listed(BUDGETS)} loops (one seed).\n"
+        "- **Where depth does not pay.** Eight loops of one block beat one plain block "
+        f"({deep:.1f} against {one:.1f}). But two plain\n  blocks, with about as many parameters "
         f"({theirs:.1f} M against {ours:.1f} M), beat eight loops ({two:.1f}). At this scale\n"
-        "looping gives every budget from one model. It saves neither training compute nor parameters."
+        "  looping gives every budget from one model. It saves neither training compute nor parameters.\n"
+        f"- **Where depth pays.** {state_tracking()}"
     )
 
 
-def first_model() -> str:
-    parameters = load("box/training.json")["plan"]["parameters"] / 1e6
+def state_tracking() -> str:
+    """What loops are worth on S3."""
+    runs = [load(f"state_tracking/s3-elastic-and-one-seed{seed}.json") for seed in (0, 1, 2)]
+    one, five = (
+        100
+        * fmean(
+            row["mean_accuracy"]
+            for run in runs
+            for row in run["states"]["trajectories"]
+            if row["trajectory"] == name
+        )
+        for name in ("1", "5")
+    )
     return (
-        "The bundled model needs no download. "
-        f"It is a {parameters:.1f} M-parameter toy: good for trying budgets, not for facts."
+        "Tasks with sequential steps need depth: on S3, accuracy rises from "
+        f"{one:.1f} % at one loop to\n  {five:.1f} % at five ({NUMBERS[len(runs)]} seeds, "
+        "[state tracking](docs/experiments/state-tracking.md))."
+    )
+
+
+def default_preset() -> str:
+    tokens = runs_of(*ELASTIC)[0]["plan"]["tokens"] / 1e6
+    return (
+        f"The default is the preset `elastic`: {tokens:.0f} M tokens, minutes on a large GPU and days on a CPU.\n"
+        "`loopformer train demo` is small enough for a laptop, and `loopformer info` lists all presets."
     )
 
 
@@ -120,7 +188,16 @@ def first_texts() -> str:
     samples = {sample["budget"]: sample["text"] for sample in load("box/samples.json")["rows"][0]["samples"]}
     rows = {row["budget"]: row for row in load("box/held_out.json")["perplexity"]}
     lines = [[budget, f"{rows[budget]['perplexity']:.2f}", one_line(samples[budget])] for budget in (1, 8)]
-    return table(["loops", "held-out perplexity", "continuation"], lines)
+    minutes = NUMBERS[round(load("demo/demo.json")["seconds"] / 60)]
+    parameters = load("box/training.json")["plan"]["parameters"] / 1e6
+    return (
+        "The bundled model needs no download. "
+        f"It is a {parameters:.1f} M-parameter toy: good for trying budgets, not for facts.\n\n"
+        f"{table(['loops', 'held-out perplexity', 'continuation'], lines)}\n\n"
+        "The perplexity is that of [held-out text](docs/box.md#by-budget). "
+        "The command prints that of the prompt, and times.\n\nOn a task that needs depth the difference is clear. "
+        f"`make demo` trains such a model in {minutes} minutes on two CPU cores,\nin an environment of its own."
+    )
 
 
 def one_line(text: str) -> str:
@@ -131,10 +208,13 @@ def one_line(text: str) -> str:
 
 
 def box_size() -> str:
-    plan = load("box/training.json")["plan"]
+    training = load("box/training.json")
+    plan = training["plan"]
+    speed = fmean(record["tokens_per_second"] for record in training["training"] if record["kind"] == "train")
     return (
         f"The package includes a model of {plan['parameters'] / 1e6:.2f} M parameters. It was trained on "
-        f"{plan['tokens'] / 1e6:.0f} M tokens, {plan['epochs']:.1f} times over its text."
+        f"{plan['tokens'] / 1e6:.0f} M tokens, {plan['epochs']:.1f} times over its text.\nIt is one run of about "
+        f"{NUMBERS[round(plan['tokens'] / speed / 60)]} minutes on an H200."
     )
 
 
@@ -188,11 +268,16 @@ def box_lens() -> str:
     agreement, movement = metrics["lens_agreement"]["mean"][1:], metrics["movement"]["mean"][1:]
     certain = load("box/certainty.json")["perplexity"][-1]
     sure = certain["passes"][0] / sum(certain["passes"])
+    loop = 1 + next(index for index, share in enumerate(agreement) if share > 0.5)  # that forms the prediction
+    assert movement[loop - 1] == max(movement)
+    settled = f"{100 * agreement[loop - 1]:.0f} %"
     rows = [
         ["tokens with their final prediction, %", *(f"{100 * share:.0f}" for share in agreement)],
         ["change of the state, relative to its norm", *(f"{change:.2f}" for change in movement)],
     ]
     return (
+        f"**The model forms its prediction in loop {loop}.** Up to loop {loop - 1} it echoes the token that it has "
+        f"just read. In loop {loop} the state changes\nmost. After it {settled} of the predictions are final:\n\n"
         f"{table(['after loop', *map(str, range(1, len(agreement) + 1))], rows)}\n\n"
         "So early exit does not work on this model. After the first loop it is more than "
         f"{certain['certainty']} sure of {100 * sure:.0f} % of the tokens, and the\nprediction is wrong."
@@ -210,8 +295,7 @@ def box_samples() -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "recipes": recipes,
-    "verdict": verdict,
-    "first-model": first_model,
+    "default-preset": default_preset,
     "first-texts": first_texts,
     "box-size": box_size,
     "box-budgets": box_budgets,

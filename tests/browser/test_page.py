@@ -142,10 +142,40 @@ def test_texts_run_in_turn_unless_all_at_once_is_chosen(server: RunningServer, o
     page.on("request", lambda asked: requests.append(asked.url) if asked.url.endswith("completions") else None)
     assert notes_of_a_start() == ["", "Waiting.", "Waiting.", "Waiting."]
     said = page.inner_text("#texts-said")
-    assert re.match(r"Per token, 8 loops took [\d.]+ times as long as 1 loop, for 4\.0 times the compute\.", said)
+    cost = r"Per token, 8 loops took [\d.]+ times as long as 1 loop, for 4\.0 times the compute"
+    assert re.match(rf"{cost} \(median time between tokens\)\.", said)
     page.get_by_label("all at once").check()
     assert notes_of_a_start() == [""] * 4
     assert "shared the server" in page.inner_text("#texts-said")
+
+
+def test_the_cost_of_loops_leaves_out_slow_starts_and_names_odd_times(
+    server: RunningServer, open_page: Open
+) -> None:
+    page = connected(open_page(server))
+    logprobs = {"tokens": [" a"], "token_ids": [1], "token_logprobs": [-1.0]}
+    events = [json.dumps({"choices": [{"text": " a", "logprobs": logprobs}]})] * 9
+    answer(page, "**/v1/completions", body="".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]))
+
+    def takeaway(*arrivals: list[float]) -> str:
+        """The sentence if the tokens of each text arrive at these milliseconds."""
+        times = [time for text in arrivals for time in (0, *text)]
+        page.evaluate("times => { performance.now = () => times.shift(); }", times)
+        generated(page)
+        return page.inner_text("#texts-said")
+
+    def every(milliseconds: float, start: float = 0) -> list[float]:
+        return [start + milliseconds * number for number in range(9)]
+
+    plain = takeaway(every(10, start=9000), every(12), every(20), every(40))
+    cost = "Per token, 8 loops took 4.0 times as long as 1 loop, for 4.0 times the compute"
+    assert plain == f"{cost} (median time between tokens)."
+    at_once = [0.0, *sorted([*every(10, 10)[:4], *every(10, 10.1)[:4]])]  # two tokens in one read
+    assert takeaway(every(10), every(12), every(20), at_once).startswith("Per token, 8 loops took 0.5 times")
+    odd = takeaway(every(20), every(12), every(20), every(40))
+    assert odd == plain.replace("4.0 times as long", "2.0 times as long") + (
+        " 2 loops came faster than 1 loop, so the machine is busy with other work and these times say little."
+    )
 
 
 def test_a_seed_is_drawn_and_repeats_the_texts(server: RunningServer, open_page: Open) -> None:
@@ -414,6 +444,7 @@ def test_a_phone_at_night(server: RunningServer, open_page: Open) -> None:
     page = connected(open_page(server, **PHONE))
     page.fill("#max_tokens", "8")
     generated(page)
+    assert not page.is_visible(".keys >> nth=0"), "a touch screen has no keyboard"
     page.click("#measure-go")
     page.wait_for_selector("#curve-said:has-text('tokens')")
     assert page.evaluate("document.documentElement.scrollWidth") == 360

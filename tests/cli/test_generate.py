@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from loopformer import LoopformerError
 from loopformer.cli import app
 from loopformer.evaluation.store import weights_hash
-from loopformer.lm import load
+from loopformer.lm import LM, load
 
 from .models import save_small
 
@@ -134,6 +134,20 @@ def test_compared_budgets_draw_with_the_same_seed(model: str) -> None:
         alone = runner.invoke(app, [*words, "--budget", str(row["budget"]), "--seed", seed, "--json"])
         assert json.loads(alone.stdout)["text"] == row["text"]
     assert f"[seed {seed} for each]" in runner.invoke(app, [*words, "--compare", "1,2", "--seed", seed]).stderr
+
+
+def test_a_comparison_warms_up_before_its_first_row(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generated: list[tuple[str, int]] = []
+
+    def generate(self: LM, text: str, **options: Any) -> Any:
+        generated.append((str(options["trajectory"]), options["max_tokens"]))
+        return original(self, text, **options)
+
+    original = LM.generate
+    monkeypatch.setattr(LM, "generate", generate)
+    words = ["generate", "every pass", "--model", model, "--device", "cpu", "--max-tokens", "8", "--compare", "2,4"]
+    assert len(json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)) == 2
+    assert generated == [("2", 2), ("2", 8), ("4", 8)]
 
 
 @pytest.fixture

@@ -173,8 +173,8 @@ def test_each_token_once_given_what_the_rule_says(
     text = Text("t", "", tuple(np.array(ids) for ids in documents), "0", TOKENIZER)
     protocol = Protocol(window, min(stride, window), join, most)
     expected = by_rule(text, protocol, 12)
-    if len(expected) < min(window, most or window):
-        with pytest.raises(LoopformerError, match="fewer than one window"):
+    if len(expected) < 2:
+        with pytest.raises(LoopformerError, match="a perplexity needs 2 or more"):
             cut_text(text, protocol, 12)
         return
     cut = cut_text(text, protocol, 12)
@@ -222,11 +222,20 @@ def test_impossible_windows(text: Text, protocol: Protocol, sentence: str) -> No
 
 
 def test_too_little_text(tokenizer: Tokenizer) -> None:
-    short = make_text(["time"], tokenizer)
-    with pytest.raises(LoopformerError, match=r"test\.txt has \d tokens? to score, fewer than one window of 16"):
-        cut_text(short, Protocol(), 16)
-    with pytest.raises(LoopformerError, match="has 0 tokens to score"):
-        cut_text(make_text(["x"], tokenizer), Protocol(window=1, join=True), 16)
+    for limit, join, said in ((1, False, "has 1 token to score, and"), (None, True, "has 0 tokens to score, and")):
+        with pytest.raises(
+            LoopformerError, match=rf"test\.txt {said} a perplexity needs 2 or more; give more text"
+        ):
+            cut_text(make_text(["x"], tokenizer), Protocol(join=join, max_tokens=limit), 16)
+
+
+def test_a_text_shorter_than_a_window_is_a_window(tokenizer: Tokenizer) -> None:
+    short = make_text(["time flies"], tokenizer)
+    for protocol in (Protocol(), Protocol(stride=8), Protocol(max_tokens=500)):
+        cut = cut_text(short, protocol, 16)
+        assert cut.tokens == short.tokens < 16
+        assert cut.window == short.tokens
+        assert len(cut.windows) == 1
 
 
 @torch.no_grad()

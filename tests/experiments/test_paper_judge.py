@@ -1,9 +1,11 @@
 """experiments/paper_judge.py: verdicts by two standard errors, and tables that stand where they are asked for."""
 
 import runpy
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "experiments"))  # as for a program there
 JUDGE = runpy.run_path(str(ROOT / "experiments" / "paper_judge.py"))
 
 

@@ -239,7 +239,7 @@ def test_mistakes_are_one_clear_sentence(model: LoopedLM, tmp_path: Path) -> Non
         (lambda: AutoModelForCausalLM.from_pretrained(tmp_path, budget=9), "Budget 9 is above"),
         (lambda: AutoModelForCausalLM.from_pretrained(tmp_path, budget=1, trajectory="2-1"), "not both"),
         (lambda: LoopFormerForCausalLM.wrap(model, trajectory="x"), "Cannot read 'x'"),
-        (lambda: LoopFormerConfig(model={"wdith": 3}), "did you mean width"),
+        (lambda: LoopFormerConfig(model={"wdith": 3}), "did you mean model.width"),
         (lambda: LoopFormerConfig(version=9), "of version 9"),
         (lambda: LoopFormerConfig(tie_word_embeddings=False), "leave tie_word_embeddings true"),
         (lambda: theirs(torch.full((1, 3), 96)), "is this the model's own tokenizer"),

@@ -61,6 +61,14 @@ def test_a_misspelt_data_path_is_not_filled_with_what_the_preset_prepares(tmp_pa
     assert load_run("demo", own)[0].data.prepare == load_run("demo")[0].data.prepare == "stdlib"
 
 
+def test_a_first_run_without_data_is_told_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = r"^data/index\.json is missing; set data\.path=… to a folder that `loopformer prepare` made, or try `"
+    with pytest.raises(LoopformerError, match=said):
+        launch(None, [], tmp_path / "run", quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_damaged_checkpoints_are_set_aside_and_never_deleted(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

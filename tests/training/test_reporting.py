@@ -63,7 +63,10 @@ def test_losses_are_labelled_by_their_budgets(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On stderr and in the legend of curves.png; the first step has a line, however rarely steps are logged."""
-    entries = "[{budget: full}, {budget: [2, 3]}, {budget: 1}, {budget: 1}, {budget: short}]"
+    entries = (
+        "[{budget: full}, {budget: [2, 3]}, {budget: [2, 3], sampler: compositions}, {budget: 1}, {budget: 1}, "
+        "{budget: 1, weight: 0.5}]"
+    )
     drawn: list[Panel] = []
 
     def line_figure(panels: list[Panel], **options: Any) -> Any:
@@ -74,13 +77,13 @@ def test_losses_are_labelled_by_their_budgets(
     settings = small(objective__trajectories=entries, training__log_every=6)
     launch("demo", settings, tmp_path / "run")
     said = [line for line in capsys.readouterr().err.splitlines() if "tok/s" in line]
-    number = r"\d+\.\d{3}"
-    columns = f"loss full {number} · M=2–3 {number} · M=1 {number} · M=1 \\(entry 4\\) {number} · short {number}  "
+    labels = ["full", "M=2–3", "M=2–3 uneven", "M=1", "M=1 #5", "M=1 weight 0.5"]
+    columns = "loss " + " · ".join(rf"{label} \d+\.\d\d" for label in labels) + "  "
     assert re.match(rf"step 1/6  {columns}.* tok/s  lr \S+$", said[0])
     assert re.match(rf"step 6/6  {columns}.* tok/s  lr \S+  0:00:00 left$", said[1])
     assert len(said) == 2
     assert [kind for kind, step, _ in losses(tmp_path / "run") if step == 1] == []
-    assert [line.label for line in drawn[0].lines] == ["full", "M=2–3", "M=1", "M=1 (entry 4)", "short"]
+    assert [line.label for line in drawn[0].lines] == labels
     assert [line.label for line in drawn[1].lines] == ["M=1", "M=2", "M=4"]
 
 

@@ -333,7 +333,7 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
     cases: list[tuple[str | None, list[str], dict[str, bool], str]] = [
         ("demo", small(), {}, "already holds a run; resume it with `loopformer train --resume --out"),
         ("demo", small(training__seed=1), {"resume": True}, "training.seed = 0, not 1"),
-        ("demo", small(training__stesp=1), {}, r"Unknown setting training.stesp; did you mean steps\?"),
+        ("demo", small(training__stesp=1), {}, r"Unknown setting training.stesp; did you mean training.steps\?"),
         ("demo", ["trainin.steps=1"], {}, "did you mean training.steps"),
         ("demo", ["steps=1"], {}, "did you mean training.steps"),
         ("demo", small(training__threads=0), {}, "training.threads must be 1 or more"),

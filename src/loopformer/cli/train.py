@@ -32,7 +32,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print FLOPs, memory and time, and stop.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model. An interrupted run continues with --resume, bit for bit.
+    """Train a model. A stopped run resumes with --resume: to the same bits on one CPU process, else up to rounding.
 
     Examples: loopformer train data.path=data/mine --out runs/mine
 

@@ -75,7 +75,10 @@ def check_keys(values: Mapping[str, Any], known: list[str], prefix: str = "") ->
     """Raise an error for the first unknown key, with the nearest known one."""
     for key in values:
         if key not in known:
-            raise LoopformerError(f"Unknown setting {prefix}{key}; {nearest(str(key), known)}")
+            hint = nearest(str(key), known)
+            if prefix.removesuffix(".").isidentifier():  # a section, so a user can copy the whole name
+                hint = hint.replace("did you mean ", f"did you mean {prefix}")
+            raise LoopformerError(f"Unknown setting {prefix}{key}; {hint}")
 
 
 def check_settings(settings: Any, where: str) -> None:

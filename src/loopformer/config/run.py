@@ -217,6 +217,9 @@ class RunConfig:
         groups, batch, loops = self.objective.trajectory_groups, self.training.batch, self.model.loops
         is_multiple, group_rows = batch % groups == 0, batch // groups
         require(is_multiple, f"training.batch {batch} must be a multiple of objective.trajectory_groups {groups}.")
+        # Rounding may leave a share just below a whole number of rows.
+        fewest_rows = math.ceil(1 / min(entry.rows for entry in self.objective.trajectories) - 1e-9)
+        remedy = f"raise it, or training.batch to {groups * fewest_rows}, the smallest for this objective"
         knows_step = self.model.conditioning not in ("none", "index")
         no_short = "A model of one loop has no shorter trajectory; set objective.trajectories=[{budget: full}]."
         for entry in self.objective.trajectories:
@@ -225,7 +228,6 @@ class RunConfig:
             low, high = entry.budgets(loops)
             require(high <= loops, f"{where} is beyond the model's {loops} loops.")
             require(entry.exits == 0 or low > 1, f"{where}: exits needs 2 loops or more; set it to 0.")
-            remedy = f"raise it, or training.batch to {math.ceil(groups / entry.rows)}"
             has_row = int(group_rows * entry.rows + 1e-9) >= 1  # rounding may leave just below 1
             require(has_row, f"{where}: rows {entry.rows} of {group_rows} rows is less than one row; {remedy}.")
             require(

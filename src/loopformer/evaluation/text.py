@@ -257,11 +257,10 @@ def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
                 spans.append(Span.text(ids[:remaining].tolist(), end))
                 remaining -= len(ids)
     tokens = sum(span.scored for span in spans)
-    require(
-        tokens >= (window if limit is None else max(1, min(window, limit))),
-        f"{text.name} has {tokens} tokens to score, fewer than one window of {window}; "
-        "give more text or a smaller --window.",
-    )
+    counted = f"{tokens} token{'s' * (tokens != 1)}"
+    require(tokens >= 2, f"{text.name} has {counted} to score, and a perplexity needs 2 or more; give more text.")
+    window = min(window, tokens)  # of a short text, so that its FLOPs are counted in a window of its length
+    stride = min(stride, window)
     ends = sum(span.targets.count(end) for span in spans)
     return CutText(
         text,

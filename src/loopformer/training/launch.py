@@ -31,7 +31,7 @@ from loopformer.config import (
     with_expected_vocab,
 )
 from loopformer.data.prepare import prepare
-from loopformer.data.shards import TokenData, is_prepared
+from loopformer.data.shards import INDEX_FILE, TokenData, is_prepared
 from loopformer.data.splits import SPLITS
 from loopformer.data.states import Group, open_data
 from loopformer.data.tokenizer import Tokenizer
@@ -85,6 +85,7 @@ def launch(
                 say(f"preparing {run.data.prepare} into {run.data.path}")
                 prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
             ranks.wait()  # the other ranks would open data that the main rank is still preparing
+            _check_default_data(run, user_keys)
             run = _complete_model(run, user_keys, open_data(run.data))
         if ranks.is_main and run.data.states is None:
             for split in SPLITS:
@@ -93,7 +94,7 @@ def launch(
         result = Trainer(run, out, ranks, resume, quiet).train()
         if ranks.is_main:
             with explain_write_errors(out):
-                result["curves"] = draw_curves(out)
+                result["curves"] = draw_curves(out, run.objective)
             if not has_matplotlib() and not quiet:
                 say("no curves.png: it needs matplotlib, pip install 'loopformer[plot]'")
         ranks.close()
@@ -166,6 +167,17 @@ def _with_absolute_paths(run: RunConfig) -> RunConfig:
 def _has_data(run: RunConfig) -> bool:
     """Whether the data can be opened. Words for state tracking are generated, but tokens must be prepared."""
     return run.data.states is not None or is_prepared(run.data.path)
+
+
+def _check_default_data(run: RunConfig, user_keys: set[str]) -> None:
+    """Say what to do if there is no data at the default path, as in a first run."""
+    if _has_data(run) or "data.path" in user_keys or Path(run.data.path).exists():
+        return
+    index = Path(os.path.relpath(run.data.path)) / INDEX_FILE
+    raise FileProblem(
+        f"{index} is missing; set data.path=… to a folder that `loopformer prepare` made, or try "
+        "`loopformer train demo`."
+    )
 
 
 def _complete_model(run: RunConfig, user_keys: set[str], data: TokenData | Group) -> RunConfig:

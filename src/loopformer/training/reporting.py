@@ -2,7 +2,7 @@
 
     reporter.record("train", step, {"loss_full": 3.2})
     read_metrics(Path("runs/mine"))        # [{"kind": "train", "step": 10, "loss_full": 3.2, …}, …]
-    draw_curves(Path("runs/mine"))         # curves.png: training losses, validation perplexity by budget
+    draw_curves(Path("runs/mine"), run.objective)  # curves.png: training losses, validation perplexity by budget
 
 `metrics.jsonl` has one JSON object per record; TensorBoard and Weights & Biases get the same numbers if set.
 A resumed run drops records beyond its checkpoint, so the file reads as if the run had never stopped.
@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
-from loopformer.config import RunConfig
+from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.device import peak_flops
 from loopformer.errors import LoopformerError, import_optional, unreadable
 from loopformer.files import explain_write_errors, write_atomic
 from loopformer.plots import Line, Panel, has_matplotlib, line_figure, needs_log_axis, save
 
 METRICS, CURVES = "metrics.jsonl", "curves.png"
+_STEPS = {"uniform": "even", "compositions": "uneven", "sequential": "sequential", "continuous": "continuous"}
 WriteRecord = Callable[[str, int, dict[str, Any]], None]  # (kind, step, values)
 
 
@@ -40,7 +41,8 @@ class Reporter:
 
     def __init__(self, run: RunConfig, out: Path, active: bool, first_step: int, quiet: bool = False) -> None:
         self.active, self.steps = active, run.training.steps
-        self._training, self._path, self._quiet = run.training, out / METRICS, quiet
+        self._training, self._objective = run.training, run.objective
+        self._path, self._quiet = out / METRICS, quiet
         self._started, self._first = 0.0, first_step
         self._exit_stack, self._writers = ExitStack(), list[WriteRecord]()
         has_bar = active and sys.stderr.isatty() and not quiet
@@ -73,8 +75,9 @@ class Reporter:
 
     def progress(self, step: int, values: dict[str, Any]) -> None:
         """Show the values of a step, with the time left unless it is the first, which takes longer than others."""
-        losses = " · ".join(f"{_label(name)} {value:.3f}" for name, value in values.items() if _is_loss(name))
-        text = f"loss {losses}  {values['tokens_per_second']:,.0f} tok/s  lr {values['learning_rate']:.2e}"
+        losses = {_label(name, self._objective): value for name, value in values.items() if _is_loss(name)}
+        shown = " · ".join(f"{label} {value:.2f}" for label, value in losses.items())
+        text = f"loss {shown}  {values['tokens_per_second']:,.0f} tok/s  lr {values['learning_rate']:.1e}"
         if self._bar is not None:
             self._bar.update(0, note=text)
             return
@@ -109,11 +112,22 @@ def _is_loss(name: str) -> bool:
     return name.startswith("loss_")
 
 
-def _label(name: str) -> str:
-    """What people read for the name of a loss: full, short, M=1, M=2–3, or M=2–3 (entry 4 of the objective)."""
-    budget, _, entry = name.removeprefix("loss_").partition("_")
+def _label(name: str, objective: ObjectiveConfig) -> str:
+    """What people read for the name of a loss: full, short, M=1, M=4–7, or M=4–7 uneven.
+
+    If entries share a budget, the names of all but the first end in their number. Their labels say what differs.
+    """
+    budget, _, number = name.removeprefix("loss_").partition("_")
     label = f"M={budget.replace('-', '–')}" if budget[:1].isdigit() else budget
-    return f"{label} (entry {entry})" if entry else label
+    if not number:
+        return label
+    *before, entry = objective.trajectories[: int(number)]
+    first = next(other for other in before if str(other) == budget)
+    if entry.sampler != first.sampler:
+        return f"{label} {_STEPS[entry.sampler]}"
+    differing = (key for key in ("weight", "match", "rows") if getattr(entry, key) != getattr(first, key))
+    key = next(differing, None)
+    return f"{label} #{number}" if key is None else f"{label} {key} {getattr(entry, key):g}"
 
 
 @contextmanager
@@ -237,7 +251,7 @@ def _progress_bar(steps: int, first_step: int) -> Any:
     return bar
 
 
-def draw_curves(run: Path) -> str | None:
+def draw_curves(run: Path, objective: ObjectiveConfig) -> str | None:
     """Draw `curves.png` from metrics.jsonl and return its path; None without matplotlib or records."""
     records = read_metrics(run)
     train = [record for record in records if record["kind"] == "train"]
@@ -250,13 +264,15 @@ def draw_curves(run: Path) -> str | None:
         # A step without an active entry has no loss for it. Earlier versions wrote 0.
         points = [(record["step"], record[name]) for record in train if record.get(name)]
         if points:
-            losses.append(Line(_label(name), [step for step, _ in points], [value for _, value in points]))
+            losses.append(
+                Line(_label(name, objective), [step for step, _ in points], [value for _, value in points])
+            )
     perplexities = []
     for name in validations[0] if validations else ():
         if name.startswith("loss_at_"):
             values = [None if record[name] is None else math.exp(min(record[name], 30)) for record in validations]
             steps = [record["step"] for record in validations]
-            perplexities.append(Line(_label(name.replace("loss_at_", "loss_")), steps, values))
+            perplexities.append(Line(f"M={name.removeprefix('loss_at_')}", steps, values))
     panels = [Panel(losses, title="training", xlabel="optimizer step", ylabel="cross-entropy")]
     if perplexities:
         log = needs_log_axis(value for line in perplexities for value in line.y)

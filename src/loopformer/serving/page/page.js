@@ -313,6 +313,7 @@ function typeSchedule(complain) {
 // Texts
 
 const MOST_BITS = 10; // of surprise, from which on a token has the full colour
+const SHORTEST_GAP = 2; // milliseconds; tokens that arrive closer together count as one arrival
 const SAMPLING = ["max_tokens", "temperature", "top_p", "seed"];
 let running = null; // what stops the texts that stream now
 let texts = []; // that are shown, those of fewer loops first
@@ -371,15 +372,25 @@ function describeSampling({ temperature = 1, top_p = 1, seed }) {
   return `Temperature ${temperature}, top-p ${top_p}, seed ${seed}. The same seed gives the same texts.`;
 }
 
-// What the bars show, in a sentence.
+// What more loops cost, in a sentence. The time is that between tokens, as the first token waits for the prompt and,
+// in a fresh server, for much else.
 function takeaway(inTurn) {
   const [least, most] = [texts[0], texts.at(-1)];
   const times = (ratio) => `${ratio.toFixed(1)} times`;
-  const slower = least.speed / most.speed;
+  const gaps = texts.map((text) => median(text.gaps));
+  const slower = gaps.at(-1) / gaps[0];
   if (texts.length === 1 || !Number.isFinite(slower)) return "Done.";
   if (!inTurn) return "The texts shared the server, so their times are not those of a text alone.";
-  return `Per token, ${most.title.textContent} took ${times(slower)} as long as ${least.title.textContent}, for
-    ${times(most.flops / least.flops)} the compute.`;
+  const cost = `Per token, ${most.title.textContent} took ${times(slower)} as long as ${least.title.textContent}, for
+    ${times(most.flops / least.flops)} the compute (median time between tokens).`;
+  const odd = gaps.findIndex((gap, index) => texts[index].flops > texts[index - 1]?.flops && gap < gaps[index - 1]);
+  if (odd < 0) return cost;
+  return `${cost} ${texts[odd].title.textContent} came faster than ${texts[odd - 1].title.textContent}, so the machine
+    is busy with other work and these times say little.`;
+}
+
+function median(values) {
+  return [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
 }
 
 class Text {
@@ -387,6 +398,9 @@ class Text {
     this.ids = [...ids]; // of prompt and text
     this.count = 0;
     this.seconds = 0; // from the request to the last token
+    this.arrived = null; // when the tokens before `arriving` came
+    this.arriving = 0; // tokens since then
+    this.gaps = []; // milliseconds before each token but the first
     this.held = ""; // text whose tokens are not drawn yet
     this.pending = []; // tokens without text: parts of a character
     this.title = make("h3");
@@ -448,8 +462,20 @@ class Text {
     }
     if (logprobs.tokens.length === 0) return; // the chunk before the first token
     this.count += logprobs.tokens.length;
-    this.seconds = (performance.now() - this.began) / 1000;
+    const now = performance.now();
+    this.seconds = (now - this.began) / 1000;
+    this.timeTokens(logprobs.tokens.length, now);
     this.measure();
+  }
+
+  // Several events may be read at once, although their tokens were made one after another: they share their time.
+  timeTokens(count, now) {
+    this.arriving += this.arrived === null ? 0 : count;
+    const passed = now - (this.arrived ?? -Infinity);
+    if (passed < SHORTEST_GAP) return;
+    this.gaps.push(...Array(this.arriving).fill(passed / this.arriving));
+    this.arrived = now;
+    this.arriving = 0;
   }
 
   // In tokens per second, the prompt included, so that it says what the bar of time says.
@@ -547,8 +573,8 @@ async function look(text, token, place) {
       unknown: "Nothing says after which loops the model was trained to predict.",
     });
     $("lens").hidden = false;
-    $("lens-said").textContent = `The next token where “${visible(token.textContent)}” came next in the text of
-      ${text.title.textContent}. It is bold where it is among the five most likely.`;
+    $("lens-said").textContent = `The model's guesses for the token “${visible(token.textContent)}” in the text of
+      ${text.title.textContent}. Bold: among the five most likely.`;
   } catch (refusal) {
     say(refusal, {}, (message) => ($("lens-said").textContent = message));
   }
