@@ -158,7 +158,7 @@ def test_exits_are_the_cross_entropy_after_their_loop(tiny: ModelConfig, recompu
             logits = objective.model.head(objective.model.final_norm(state))[0]
             loss = F.cross_entropy(logits, targets[row], ignore_index=IGNORE_INDEX, reduction="sum")
             total = total + entries[index].exits / divisor * loss
-            sums[index] += float(loss)
+            sums[index] += float(loss.detach())
     torch.autograd.backward(total)
     torch.testing.assert_close(got.total, total)
     torch.testing.assert_close(got.terms[2], torch.tensor(sums))

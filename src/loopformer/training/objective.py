@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -61,9 +60,7 @@ class Losses:
     """Losses summed over tokens; `total` carries the gradient."""
 
     total: Tensor
-    terms: (
-        Tensor  # [3, E], detached: each entry's cross-entropy, distance, and cross-entropy of exits, not weighted
-    )
+    terms: Tensor  # [3, E], detached, not weighted: cross-entropy, distance and cross-entropy of exits per entry
 
 
 class Objective(nn.Module):
@@ -103,54 +100,37 @@ class Objective(nn.Module):
         Losses are sums over tokens, so dividing by counts of the whole step makes micro-batches and ranks add up to
         the loss of one large batch.
         """
-        # One pass runs the rows of all entries: loop i is one call for all rows that still take it. A row that
-        # trains on several entries is packed several times.
-        packed = [(row, trajectory) for entry in trajectories for row, trajectory in entry.items()]
-        lacks_loops = max(trajectory.budget for _, trajectory in packed) < loops
-        if lacks_loops:
-            packed.append((0, Trajectory.uniform(loops)))
-        rows, followed = map(list, zip(*packed, strict=True))
-        starts = accumulate(map(len, trajectories), initial=0)
-        # For each entry, where each of its rows lies among the packed ones.
-        packed_at = [
-            {row: start + number for number, row in enumerate(entry)}
-            for entry, start in zip(trajectories, starts, strict=False)
-        ]
-        # (loop, entry, row), in the order in which the model returns their states.
+        packed = pack_rows(trajectories, loops)
+        # (loop, entry, row), in the order in which the model returns the states of exits.
         exiting = sorted((loop, index, row) for index, entry in enumerate(exits) for row, loop in entry.items())
         exits_by_loop: dict[int, list[int]] = {}
         for loop, index, row in exiting:
-            exits_by_loop.setdefault(loop, []).append(packed_at[index][row])
-        part_documents = None if documents is None else _select(documents, rows)
-        out = self._run(_select(inputs, rows), part_documents, followed, exits_by_loop)
-        hidden: Tensor = out.hidden  # [P, T, D]
+            exits_by_loop.setdefault(loop, []).append(packed.positions[index][row])
+        packed_documents = None if documents is None else _select(documents, packed.rows)
+        out = self._run(_select(inputs, packed.rows), packed_documents, packed.trajectories, exits_by_loop)
 
+        # The padding row is part of the total, so that backward runs its loops, too.
+        total = 0.0 * out.hidden[-1].sum() if packed.has_padding else out.hidden.new_zeros((), dtype=torch.float32)
+        terms = torch.zeros(3, len(trajectories), dtype=torch.float32, device=inputs.device)
         # Rows that train on the same entries go through the head together. Keys are the indices of these entries.
         groups: dict[tuple[int, ...], list[int]] = {}
         for row in range(len(inputs)):
             indices = tuple(index for index, entry in enumerate(trajectories) if row in entry)
             groups.setdefault(indices, []).append(row)
         groups.pop((), None)
-        total = torch.zeros((), dtype=torch.float32, device=inputs.device)
-        if lacks_loops:
-            total = total + 0.0 * hidden[-1].sum()  # so that backward runs these loops, too
-        terms = torch.zeros(3, len(trajectories), dtype=torch.float32, device=inputs.device)
         for indices, group in groups.items():
-            states = [_select(hidden, [packed_at[index][row] for row in group]) for index in indices]
+            states = [_select(out.hidden, [packed.positions[index][row] for row in group]) for index in indices]
             losses = self._losses(states, _select(targets, group), indices, divisors)
             total = total + losses.total
             for number, index in enumerate(indices):
                 terms[:2, index] += losses.terms[:, number]
-        for index, entry in enumerate(exits):
-            if entry and out.exits is not None:
-                numbers = [number for number, (_, other, _) in enumerate(exiting) if other == index]
-                exit_states = _select(out.exits, numbers).flatten(0, 1)  # [b · T, D]
-                exit_targets = _select(targets, [exiting[number][2] for number in numbers]).flatten()
-                weight = LossWeights(self.config.trajectories[index].exits / divisors[index])
-                head, chunk = self.model.tokens.weight, self.config.chunk
-                losses = head_losses(head, [exit_states], exit_targets, [weight], None, chunk)
-                total = total + losses.total
-                terms[2, index] += losses.terms[0, 0]
+        for index in sorted({index for _, index, _ in exiting}):
+            assert out.exits is not None
+            numbers = [number for number, (_, other, _) in enumerate(exiting) if other == index]
+            exit_targets = _select(targets, [exiting[number][2] for number in numbers])
+            losses = self._exit_losses(_select(out.exits, numbers), exit_targets, index, divisors)
+            total = total + losses.total
+            terms[2, index] += losses.terms[0, 0]
         return Losses(total, terms)
 
     def _losses(
@@ -178,6 +158,12 @@ class Objective(nn.Module):
                 total, terms[1, number] = total + weight * distance, distance.detach()
         return Losses(total, terms)
 
+    def _exit_losses(self, states: Tensor, targets: Tensor, index: int, divisors: Sequence[float]) -> Losses:
+        """The cross-entropy of an entry's rows after earlier loops, from their states [b, T, D] there."""
+        weight = LossWeights(self.config.trajectories[index].exits / divisors[index])
+        head, chunk = self.model.tokens.weight, self.config.chunk
+        return head_losses(head, [states.flatten(0, 1)], targets.flatten(), [weight], None, chunk)
+
     def logprobs(self, inputs: Tensor, targets: Tensor, documents: Tensor | None, trajectory: Trajectory) -> Tensor:
         """log p [N] of the targets that count, as in `loopformer eval`: padding rows of the head are left out."""
         hidden = self._run(inputs, documents, trajectory).hidden  # [B, T, D]
@@ -201,6 +187,32 @@ class Objective(nn.Module):
             inputs, trajectory, documents=documents, logits=False, check=False, stack=self._stack(), exits=exits
         )
         return out
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The rows that one pass runs: those of each entry, one entry after another.
+
+    Loop i of the pass is one call for all rows that still take it. A row that trains on several entries is here
+    several times.
+    """
+
+    rows: list[int]  # of the micro-batch
+    trajectories: list[Trajectory]
+    positions: list[dict[int, int]]  # for each entry, where its rows lie in these lists
+    has_padding: bool  # the last row has no loss
+
+
+def pack_rows(entries: Sequence[Mapping[int, Trajectory]], loops: int) -> PackedRows:
+    """Pack the rows of all entries, with a padding row if none of them takes so many loops."""
+    rows, trajectories, positions = list[int](), list[Trajectory](), list[dict[int, int]]()
+    for entry in entries:
+        positions.append({row: len(rows) + number for number, row in enumerate(entry)})
+        rows += entry.keys()
+        trajectories += entry.values()
+    has_padding = max(trajectory.budget for trajectory in trajectories) < loops
+    padding = ([0], [Trajectory.uniform(loops)]) if has_padding else ([], [])
+    return PackedRows(rows + padding[0], trajectories + padding[1], positions, has_padding)
 
 
 def _select(x: Tensor, rows: list[int]) -> Tensor:
