@@ -141,7 +141,7 @@ def test_texts_run_in_turn_unless_all_at_once_is_chosen(server: RunningServer, o
     requests: list[str] = []
     page.on("request", lambda asked: requests.append(asked.url) if asked.url.endswith("completions") else None)
     assert notes_of_a_start() == ["", "Waiting.", "Waiting.", "Waiting."]
-    # What it says instead is tested below, where the clock is the test's: on a busy machine all tokens may come at once.
+    # The next test looks at the times, by a clock of its own. On a busy machine all tokens may come at once.
     assert "shared the server" not in page.inner_text("#texts-said")
     page.get_by_label("all at once").check()
     assert notes_of_a_start() == [""] * 4
