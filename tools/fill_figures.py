@@ -196,7 +196,8 @@ def first_texts() -> str:
         f"{table(['loops', 'held-out perplexity', 'continuation'], lines)}\n\n"
         "The perplexity is that of [held-out text](docs/box.md#by-budget). "
         "The command prints that of the prompt, and times.\n\nOn a task that needs depth the difference is clear. "
-        f"`make demo` trains such a model in {minutes} minutes on two CPU cores,\nin an environment of its own."
+        f"`make demo` installs all it needs and trains such a\nmodel in {minutes} minutes on two CPU cores. "
+        "`make test` installs and runs all tests."
     )
 
 
