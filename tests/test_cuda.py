@@ -17,6 +17,7 @@ from loopformer.device import available_bytes
 from loopformer.evaluation.schedules import search
 from loopformer.evaluation.text import Protocol, Text, perplexity
 from loopformer.training.objective import Objective
+from loopformer.training.packing import pack_rows
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -56,8 +57,9 @@ def test_gradients_follow_cpu(tiny: ModelConfig) -> None:
     for device in ("cpu", "cuda"):
         objective.to(device).zero_grad()
         inputs, targets = ids[:, :-1].to(device), ids[:, 1:].to(device)
-        followed = [Trajectory.uniform(tiny.loops), Trajectory.uniform(2)]
-        objective(inputs, targets, None, followed, [range(4)] * 2, [80.0, 80.0]).total.backward()
+        followed = [dict.fromkeys(range(4), Trajectory.uniform(budget)) for budget in (tiny.loops, 2)]
+        packed = pack_rows(tiny, followed).to(inputs.device)
+        objective(inputs, targets, None, packed, [80.0, 80.0]).total.backward()
         found.append({name: p.grad.cpu().clone() for name, p in objective.named_parameters() if p.grad is not None})
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=1e-3)

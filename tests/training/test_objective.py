@@ -11,6 +11,7 @@ from loopformer.config import ModelConfig, ObjectiveConfig
 from loopformer.config.run import TrainedTrajectory
 from loopformer.data.loader import IGNORE_INDEX
 from loopformer.training.objective import LossWeights, Match, Objective, head_losses
+from loopformer.training.packing import pack_rows
 
 from .runs import pair
 
@@ -49,7 +50,9 @@ def test_it_is_the_papers_sum(tiny: ModelConfig, kind: str) -> None:
     config = ObjectiveConfig(pair(0.2, 0.3), consistency=kind, chunk=5)  # type: ignore[arg-type]
     objective, inputs, targets = make(tiny, config)
     counted = float((targets != IGNORE_INDEX).sum())
-    got = objective(inputs, targets, None, [on(range(4), FULL), on(range(4), SHORT)], [counted] * 2)
+    got = objective(
+        inputs, targets, None, pack_rows(tiny, [on(range(4), FULL), on(range(4), SHORT)]), [counted] * 2
+    )
     got.total.backward()
     mine = grads(objective)
 
@@ -76,11 +79,13 @@ def test_micro_batches_sum_to_the_batch(tiny: ModelConfig) -> None:
     config = ObjectiveConfig(consistency="distribution")
     objective, inputs, targets = make(tiny, config)
     divisors = [31.0, 23.0]
-    objective(inputs, targets, None, [on(range(4), FULL), on((0, 1, 3), SHORT)], divisors).total.backward()
+    objective(
+        inputs, targets, None, pack_rows(tiny, [on(range(4), FULL), on((0, 1, 3), SHORT)]), divisors
+    ).total.backward()
     together = grads(objective)
     for rows, short_rows in ((slice(0, 2), (0, 1)), (slice(2, 4), (1,))):
         trajectories = [on(range(2), FULL), on(short_rows, SHORT)]
-        objective(inputs[rows], targets[rows], None, trajectories, divisors).total.backward()
+        objective(inputs[rows], targets[rows], None, pack_rows(tiny, trajectories), divisors).total.backward()
     assert_same(grads(objective), together)
 
 
@@ -88,7 +93,9 @@ def test_recomputing_loops_changes_nothing(tiny: ModelConfig) -> None:
     results = []
     for recompute in (False, True):
         objective, inputs, targets = make(tiny, ObjectiveConfig(), recompute)
-        losses = objective(inputs, targets, None, [on(range(4), FULL), on(range(4), SHORT)], [31.0, 31.0])
+        losses = objective(
+            inputs, targets, None, pack_rows(tiny, [on(range(4), FULL), on(range(4), SHORT)]), [31.0, 31.0]
+        )
         losses.total.backward()
         results.append(grads(objective))
     assert_same(*results)
@@ -98,7 +105,7 @@ def test_fixed_depth_has_one_route(tiny: ModelConfig) -> None:
     objective, inputs, targets = make(tiny, ObjectiveConfig((TrainedTrajectory("full"),)))
     seen: list[int] = []
     objective.model.stack.register_forward_hook(lambda *_: seen.append(1))
-    losses = objective(inputs, targets, None, [on(range(4), FULL)], [31.0])
+    losses = objective(inputs, targets, None, pack_rows(tiny, [on(range(4), FULL)]), [31.0])
     assert len(seen) == tiny.loops
     assert losses.terms.shape == (3, 1)
     assert losses.terms[1].tolist() == [0.0]
@@ -119,7 +126,7 @@ def test_a_list_is_the_sum_of_its_trajectories(tiny: ModelConfig, kind: str) -> 
         [range(4), range(4), (1, 3)],
         [31.0, 31.0, 15.0],
     )
-    got = objective(inputs, targets, None, list(map(on, rows, followed)), divisors)
+    got = objective(inputs, targets, None, pack_rows(tiny, list(map(on, rows, followed))), divisors)
     got.total.backward()
     mine = grads(objective)
     full = objective.model(inputs)
@@ -147,10 +154,10 @@ def test_exits_are_the_cross_entropy_after_their_loop(tiny: ModelConfig, recompu
     objective, inputs, targets = make(tiny, ObjectiveConfig(trajectories=entries, chunk=5), recompute)
     trajectories = [on(range(4), FULL), on((1, 2), SHORT)]
     exits, divisors = [{0: 3, 1: 1, 2: 3, 3: 2}, {2: 2}], [31.0, 15.0]
-    got = objective(inputs, targets, None, trajectories, divisors, exits)
+    got = objective(inputs, targets, None, pack_rows(tiny, trajectories, exits), divisors)
     got.total.backward()
     mine = grads(objective)
-    without = objective(inputs, targets, None, trajectories, divisors)
+    without = objective(inputs, targets, None, pack_rows(tiny, trajectories), divisors)
     total, sums = without.total, [0.0, 0.0]
     for index, (entry, divisor) in enumerate(zip(exits, divisors, strict=True)):
         for row, loop in entry.items():
@@ -173,9 +180,9 @@ def test_a_rank_that_needs_fewer_loops_runs_as_many_as_the_others(tiny: ModelCon
     seen: list[int] = []
     objective.model.stack.register_forward_hook(lambda *_: seen.append(1))
     trajectories = [on(range(4), Trajectory.uniform(2))]
-    objective(inputs, targets, None, trajectories, [31.0]).total.backward()
+    objective(inputs, targets, None, pack_rows(tiny, trajectories), [31.0]).total.backward()
     alone = grads(objective)
-    losses = objective(inputs, targets, None, trajectories, [31.0], loops=4)
+    losses = objective(inputs, targets, None, pack_rows(tiny, trajectories, loops=4), [31.0])
     losses.total.backward()
     assert len(seen) == 2 + 4
     assert_same(grads(objective), alone)
@@ -186,7 +193,7 @@ def test_a_trajectory_that_is_not_followed_costs_nothing(tiny: ModelConfig) -> N
     objective, inputs, targets = make(tiny, config)
     seen: list[int] = []
     objective.model.stack.register_forward_hook(lambda *_: seen.append(1))
-    losses = objective(inputs, targets, None, [on(range(4), SHORT), {}], [31.0, 31.0])
+    losses = objective(inputs, targets, None, pack_rows(tiny, [on(range(4), SHORT), {}]), [31.0, 31.0])
     assert len(seen) == SHORT.budget
     assert losses.terms[:, 1].tolist() == [0.0] * 3
 

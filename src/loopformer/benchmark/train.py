@@ -46,6 +46,7 @@ from loopformer.model.looped import LoopedLM
 from loopformer.training.fused.ops import Precision
 from loopformer.training.fused.passes import unsupported_reason
 from loopformer.training.objective import Objective
+from loopformer.training.packing import pack_rows
 from loopformer.training.plan import MicroBatch, plan_step
 
 TRAIN_PATHS = ("naive", "plain", "compiled", "fused", "fused recomputed", "fused fp8", "transformers")
@@ -158,7 +159,8 @@ def make_loss(
     def loss(number: int) -> Tensor:
         part = parts[number]
         divisors = [float(max(1, len(entry)) * config.context) for entry in part.trajectories]
-        total: Tensor = objective(inputs, targets, None, part.trajectories, divisors, part.exits).total
+        packed = pack_rows(config, part.trajectories, part.exits).to(ids.device)
+        total: Tensor = objective(inputs, targets, None, packed, divisors).total
         return total
 
     return loss

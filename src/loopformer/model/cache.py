@@ -36,7 +36,7 @@ class LoopPlan:
 
     rows: list[int]
     conditions: list[Condition]  # per loop: with one row for each row that takes part, or one row for all
-    order: list[int] | None  # the rows, longest trajectories first; None where all have the same trajectory
+    order: list[int] | None  # the rows, longest trajectories first; None where they already lie so
 
 
 @dataclass(frozen=True)

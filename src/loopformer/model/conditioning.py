@@ -11,6 +11,8 @@ added to the state before that loop.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopformer.config.model import FOURIER_WIDTH, ModelConfig
-from loopformer.device import to_device_async
 from loopformer.trajectory import Trajectory
 
 MAX_PERIOD = 10_000.0
@@ -50,6 +51,11 @@ class Condition(NamedTuple):
         """
         return self.map(lambda part: F.embedding(index, part.flatten(1)).view(len(index), *part.shape[1:]))
 
+    def split(self, counts: Sequence[int]) -> list["Condition"]:
+        """The conditions of the first counts[0] rows, of the next counts[1], and so on."""
+        ends = accumulate(counts)
+        return [self.at(slice(end - count, end)) for count, end in zip(counts, ends, strict=True)]
+
     @staticmethod
     def cat(conditions: Sequence["Condition"]) -> "Condition":
         """The conditions of several trajectories, one after another.
@@ -58,6 +64,13 @@ class Condition(NamedTuple):
         """
         present = ([part for part in parts if part is not None] for parts in zip(*conditions, strict=True))
         return Condition(*(torch.cat(tensors) if tensors else None for tensors in present))
+
+
+@lru_cache(maxsize=4096)
+def loop_scalars(trajectory: Trajectory, scale: float) -> list[tuple[float, float, float]]:
+    """Time, step size and index of each loop. Only the first two are scaled: indices span 0…L-1 as they are."""
+    steps = zip(trajectory.times, trajectory.steps, strict=True)
+    return [(scale * float(time), scale * float(step), float(index)) for index, (time, step) in enumerate(steps)]
 
 
 class ZeroLinear(nn.Linear):
@@ -79,9 +92,8 @@ class ScalarEmbedding(nn.Module):
         self.up = nn.Linear(FOURIER_WIDTH, width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, scalars: list[float]) -> Tensor:
-        weight = self.up.weight
-        features = fourier_features(to_device_async(scalars, weight.device)).to(weight.dtype)
+    def forward(self, scalars: Tensor) -> Tensor:
+        features = fourier_features(scalars).to(self.up.weight.dtype)
         out: Tensor = self.out(F.silu(self.up(features)))
         return out
 
@@ -95,27 +107,23 @@ class Conditioner(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.kind = config.conditioning
-        self.scale = config.time_scale
         # With kind "index", `time` embeds the loop index in place of t.
         self.time = ScalarEmbedding(config.width) if self.kind in ("index", "time", "trajectory") else None
         self.step = ScalarEmbedding(config.width) if self.kind in ("step", "trajectory") else None
         self.modulators = nn.ModuleList(nn.Linear(config.width, 4 * config.width) for _ in range(config.blocks))
         self.injector = ZeroLinear(config.width, config.width) if config.inject == "gated" else None
 
-    def forward(self, *trajectories: Trajectory) -> Condition:
-        """The condition of all loops of the trajectories, N in all.
+    def forward(self, scalars: Tensor) -> Condition:
+        """The condition of N loops from their scalars [N, 3] (`loop_scalars`).
 
         Modulations are [N, k, 4, D], and with gated injection injections [N, D]. The four vectors of a block are
         its two gates and then its two scales.
         """
+        times, sizes, indices = scalars.unbind(1)
         signal: Tensor | None = None
         if self.time is not None:
-            # A loop index already spans 0…L-1. Only t and Δ, which lie in [0, 1], are scaled.
-            times = [self.scale * float(t) for trajectory in trajectories for t in trajectory.times]
-            indices = [float(i) for trajectory in trajectories for i in range(len(trajectory))]
             signal = self.time(indices if self.kind == "index" else times)
         if self.step is not None:
-            sizes = [self.scale * float(step) for trajectory in trajectories for step in trajectory.steps]
             steps = self.step(sizes)
             signal = steps if signal is None else signal + steps
         assert signal is not None

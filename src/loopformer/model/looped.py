@@ -18,7 +18,7 @@ graph per batch shape, dtype and grad mode, whatever the budget and the schedule
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -33,7 +33,7 @@ from loopformer.device import to_device_async
 from loopformer.errors import LoopformerError
 from loopformer.model.block import EPSILON, RMSNorm, Rotary, Stack, rotary_angles
 from loopformer.model.cache import KVCache, LoopPlan
-from loopformer.model.conditioning import Condition, Conditioner, ZeroLinear
+from loopformer.model.conditioning import Condition, Conditioner, ZeroLinear, loop_scalars
 from loopformer.model.cost import Cost
 from loopformer.model.noise import GOLDEN, as_int64, hashed, normal_noise
 from loopformer.model.packed import Linear, PackedWeight, can_pack_bfloat16, multiply
@@ -57,7 +57,6 @@ class Output:
     hidden: Tensor  # [B, T, D], after the final norm
     logits: Tensor | None = None  # [B, T, V]; None with `logits=False`
     states: tuple[Tensor, ...] = ()  # each [B, T, D]; a row that has finished keeps its last state
-    exits: Tensor | None = None  # [E, T, D], after the final norm: rows in the order of `exits`
 
 
 class LoopedLM(nn.Module):
@@ -109,7 +108,6 @@ class LoopedLM(nn.Module):
         beyond: bool = False,
         check: bool = True,
         stack: Callable[..., Tensor] | None = None,
-        exits: Mapping[int, Sequence[int]] | None = None,
     ) -> Output:
         """Run ids [B, T] along one trajectory for all rows, or along a list of one per row.
 
@@ -119,24 +117,19 @@ class LoopedLM(nn.Module):
         beyond     True allows more loops than the model was trained for
         check      False skips the range check of the ids, which would wait for the GPU
         stack      replaces `self.stack`, for fused or checkpointed loops in training
-        exits      for some loops, in ascending order, the rows whose state after that loop is returned as well
         """
         self.check(ids, documents, check)
         plan = self.plan_loops(self.trajectories(trajectory, len(ids), beyond), len(ids))
         x, rotary, mask, start = self.embed(ids, documents)
-        run_stack, kept, early = stack or self.stack, list[Tensor](), list[Tensor]()
-        position = {row: number for number, row in enumerate(plan.order or range(len(ids)))}
+        run_stack, kept = stack or self.stack, list[Tensor]()
 
         def step(number: int, *inputs: Any) -> Tensor:
-            state = run_stack(*inputs)
-            if exits and (rows := exits.get(number + 1)):
-                early.append(state[to_device_async([position[row] for row in rows], state.device)])
-            return state
+            out: Tensor = run_stack(*inputs)
+            return out
 
         x = self.run_loops(step, x, start, plan, rotary, mask, kept if states else None)
         hidden: Tensor = self.final_norm(x)
-        exited = self.final_norm(torch.cat(early)) if early else None
-        return Output(hidden, self.head(hidden) if logits else None, tuple(kept), exited)
+        return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 
     @_never_compile
     def embed(
@@ -205,16 +198,16 @@ class LoopedLM(nn.Module):
             counts.append(len(active))
             index += active
         expanded = table.select(to_device_async(index, self.device)) if table.tensors else table
-        ends = zip(counts, accumulate(counts), strict=True)
-        conditions = [expanded.at(slice(end - count, end)) for count, end in ends]
-        return LoopPlan(counts, conditions, order)
+        return LoopPlan(counts, expanded.split(counts), order)
 
     @_never_compile
     def condition(self, *trajectories: Trajectory) -> Condition:
         """The conditions of all loops of the trajectories, in order; empty in an unconditioned model."""
         if self.conditioner is None:
             return Condition()
-        condition: Condition = self.conditioner(*trajectories)
+        scale = self.config.time_scale
+        scalars = [loop for trajectory in trajectories for loop in loop_scalars(trajectory, scale)]
+        condition: Condition = self.conditioner(to_device_async(scalars, self.device))
         return condition
 
     @_compile_only_submodules
@@ -250,8 +243,8 @@ class LoopedLM(nn.Module):
                 rotary, mask = _select_rotary_rows(rotary, slice(rows)), _select_rows(mask, slice(rows))
             x = step(number, self.inject(x, embedded, condition, number), condition.modulation, rotary, mask)
             if states is not None:
-                states.append(x if unsort is None else torch.cat([x, *finished])[unsort])
-        return x if unsort is None else torch.cat([x, *finished])[unsort]
+                states.append(_restore_rows(x, finished, unsort))
+        return _restore_rows(x, finished, unsort)
 
     @_never_compile
     def inject(self, x: Tensor, embedded: Tensor, condition: Condition, number: int) -> Tensor:
@@ -404,6 +397,12 @@ def without_cudnn_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def _restore_rows(x: Tensor, finished: list[Tensor], unsort: Tensor | None) -> Tensor:
+    """All rows in the caller's order, from those that still run and those that have finished."""
+    every = torch.cat([x, *finished]) if finished else x
+    return every if unsort is None else every[unsort]
 
 
 def _select_rows(x: Tensor | None, rows: Tensor | slice) -> Tensor | None:

@@ -13,7 +13,7 @@ single call. `head_losses` computes head and losses in chunks of tokens, so that
     losses = head_losses(head, [full, short], targets, weights, Match("distribution"), chunk=1024)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,12 +27,13 @@ from torch.utils.checkpoint import checkpoint
 
 from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.data.loader import IGNORE_INDEX
-from loopformer.device import to_device_async
 from loopformer.model import LoopedLM
-from loopformer.model.looped import Output
+from loopformer.model.cache import LoopPlan
+from loopformer.model.conditioning import Condition
 from loopformer.scoring import token_logprobs
 from loopformer.training.fused.ops import Precision, add_matmul
 from loopformer.training.fused.passes import FusedStack
+from loopformer.training.packing import PackedRows
 from loopformer.trajectory import Trajectory
 
 # The fused kernel holds one copy of a chunk's logits where PyTorch holds four, so its chunks can be longer.
@@ -85,53 +86,58 @@ class Objective(nn.Module):
         inputs: Tensor,
         targets: Tensor,
         documents: Tensor | None,
-        trajectories: Sequence[Mapping[int, Trajectory]],
+        packed: PackedRows,
         divisors: Sequence[float],
-        exits: Sequence[Mapping[int, int]] = (),
-        loops: int = 0,
     ) -> Losses:
-        """The losses for inputs and targets [B, T].
+        """The losses for inputs and targets [B, T] of the rows that are packed.
 
-        trajectories   for each entry of the objective, the trajectory of each row that trains on it
-        divisors       for each entry, its number of targets in the whole step, over all ranks and micro-batches
-        exits          for each entry, the loop after which a row is read as well
-        loops          run at least so many loops, because another rank does
-
+        `divisors` has for each entry its number of targets in the whole step, over all ranks and micro-batches.
         Losses are sums over tokens, so dividing by counts of the whole step makes micro-batches and ranks add up to
         the loss of one large batch.
         """
-        packed = pack_rows(trajectories, loops)
-        # (loop, entry, row), in the order in which the model returns the states of exits.
-        exiting = sorted((loop, index, row) for index, entry in enumerate(exits) for row, loop in entry.items())
-        exits_by_loop: dict[int, list[int]] = {}
-        for loop, index, row in exiting:
-            exits_by_loop.setdefault(loop, []).append(packed.positions[index][row])
-        packed_documents = None if documents is None else _select(documents, packed.rows)
-        out = self._run(_select(inputs, packed.rows), packed_documents, packed.trajectories, exits_by_loop)
-
+        shape = packed.shape
+        hidden, exits = self._run_packed(inputs, documents, packed)
         # The padding row is part of the total, so that backward runs its loops, too.
-        total = 0.0 * out.hidden[-1].sum() if packed.has_padding else out.hidden.new_zeros((), dtype=torch.float32)
-        terms = torch.zeros(3, len(trajectories), dtype=torch.float32, device=inputs.device)
-        # Rows that train on the same entries go through the head together. Keys are the indices of these entries.
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for row in range(len(inputs)):
-            indices = tuple(index for index, entry in enumerate(trajectories) if row in entry)
-            groups.setdefault(indices, []).append(row)
-        groups.pop((), None)
-        for indices, group in groups.items():
-            states = [_select(out.hidden, [packed.positions[index][row] for row in group]) for index in indices]
-            losses = self._losses(states, _select(targets, group), indices, divisors)
+        total = 0.0 * hidden[0].sum() if shape.has_padding else hidden.new_zeros((), dtype=torch.float32)
+        terms = torch.zeros(3, len(divisors), dtype=torch.float32, device=inputs.device)
+        ordered = hidden if shape.in_order else hidden.index_select(0, packed.states)
+        states = iter(ordered.split_with_sizes([rows for indices, rows in shape.groups for _ in indices]))
+        group_targets = targets.index_select(0, packed.targets).split_with_sizes([rows for _, rows in shape.groups])
+        for (indices, _), of_group in zip(shape.groups, group_targets, strict=True):
+            losses = self._losses([next(states) for _ in indices], of_group, indices, divisors)
             total = total + losses.total
             for number, index in enumerate(indices):
                 terms[:2, index] += losses.terms[:, number]
-        for index in sorted({index for _, index, _ in exiting}):
-            assert out.exits is not None
-            numbers = [number for number, (_, other, _) in enumerate(exiting) if other == index]
-            exit_targets = _select(targets, [exiting[number][2] for number in numbers])
-            losses = self._exit_losses(_select(out.exits, numbers), exit_targets, index, divisors)
-            total = total + losses.total
-            terms[2, index] += losses.terms[0, 0]
+        if exits is not None:
+            counts = [count for _, count in shape.exits]
+            by_entry = exits.index_select(0, packed.exit_order).split_with_sizes(counts)
+            exit_targets = targets.index_select(0, packed.exit_targets).split_with_sizes(counts)
+            for (index, _), state, of_entry in zip(shape.exits, by_entry, exit_targets, strict=True):
+                losses = self._exit_losses(state, of_entry, index, divisors)
+                total = total + losses.total
+                terms[2, index] += losses.terms[0, 0]
         return Losses(total, terms)
+
+    def _run_packed(
+        self, inputs: Tensor, documents: Tensor | None, packed: PackedRows
+    ) -> tuple[Tensor, Tensor | None]:
+        """The states after the last loops [R, T, D] and after the exits [E, T, D], both after the final norm."""
+        model, shape = self.model, packed.shape
+        packed_documents = None if documents is None else documents.index_select(0, packed.rows)
+        x, rotary, mask, start = model.embed(inputs.index_select(0, packed.rows), packed_documents)
+        table = Condition() if model.conditioner is None else model.conditioner(packed.scalars)
+        plan = LoopPlan(list(shape.active), table.split(shape.active), order=None)
+        stack, early = self._stack() or model.stack, list[Tensor]()
+        rows_read = packed.exit_states.split_with_sizes(list(shape.read))
+
+        def step(number: int, *loop_inputs: Any) -> Tensor:
+            state: Tensor = stack(*loop_inputs)
+            if shape.read[number]:
+                early.append(state.index_select(0, rows_read[number]))
+            return state
+
+        x = model.run_loops(step, x, start, plan, rotary, mask)
+        return model.final_norm(x), model.final_norm(torch.cat(early)) if early else None
 
     def _losses(
         self, states: list[Tensor], targets: Tensor, indices: Sequence[int], divisors: Sequence[float]
@@ -166,7 +172,8 @@ class Objective(nn.Module):
 
     def logprobs(self, inputs: Tensor, targets: Tensor, documents: Tensor | None, trajectory: Trajectory) -> Tensor:
         """log p [N] of the targets that count, as in `loopformer eval`: padding rows of the head are left out."""
-        hidden = self._run(inputs, documents, trajectory).hidden  # [B, T, D]
+        out = self.model(inputs, trajectory, documents=documents, logits=False, check=False, stack=self._stack())
+        hidden = out.hidden  # [B, T, D]
         counted = targets != IGNORE_INDEX
         return token_logprobs(self.model, hidden[counted], targets[counted])[0]
 
@@ -174,52 +181,11 @@ class Objective(nn.Module):
         """What runs a loop; None is the model's stack. Made for each forward, as the fused loops cast weights."""
         if self.fused is not None and torch.is_grad_enabled():
             return FusedStack(self.model.stack, self.fused, self.checkpoint_loops)
-        return partial(checkpoint, self.model.stack, use_reentrant=False) if self.checkpoint_loops else None
-
-    def _run(
-        self,
-        inputs: Tensor,
-        documents: Tensor | None,
-        trajectory: Trajectory | list[Trajectory],
-        exits: Mapping[int, Sequence[int]] | None = None,
-    ) -> Output:
-        out: Output = self.model(
-            inputs, trajectory, documents=documents, logits=False, check=False, stack=self._stack(), exits=exits
+        return (
+            partial(checkpoint, self.model.stack, use_reentrant=False, preserve_rng_state=False)
+            if self.checkpoint_loops
+            else None
         )
-        return out
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """The rows that one pass runs: those of each entry, one entry after another.
-
-    Loop i of the pass is one call for all rows that still take it. A row that trains on several entries is here
-    several times.
-    """
-
-    rows: list[int]  # of the micro-batch
-    trajectories: list[Trajectory]
-    positions: list[dict[int, int]]  # for each entry, where its rows lie in these lists
-    has_padding: bool  # the last row has no loss
-
-
-def pack_rows(entries: Sequence[Mapping[int, Trajectory]], loops: int) -> PackedRows:
-    """Pack the rows of all entries, with a padding row if none of them takes so many loops."""
-    rows, trajectories, positions = list[int](), list[Trajectory](), list[dict[int, int]]()
-    for entry in entries:
-        positions.append({row: len(rows) + number for number, row in enumerate(entry)})
-        rows += entry.keys()
-        trajectories += entry.values()
-    has_padding = max(trajectory.budget for trajectory in trajectories) < loops
-    padding = ([0], [Trajectory.uniform(loops)]) if has_padding else ([], [])
-    return PackedRows(rows + padding[0], trajectories + padding[1], positions, has_padding)
-
-
-def _select(x: Tensor, rows: list[int]) -> Tensor:
-    """The rows of x, without a copy if they follow each other."""
-    if rows == list(range(rows[0], rows[0] + len(rows))):
-        return x[rows[0] : rows[0] + len(rows)]
-    return x[to_device_async(rows, x.device)]
 
 
 def autocast(device: torch.device, run: RunConfig) -> Any:

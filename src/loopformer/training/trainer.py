@@ -57,6 +57,7 @@ from loopformer.training.fused.ops import Precision
 from loopformer.training.fused.passes import unsupported_reason
 from loopformer.training.objective import Objective, autocast
 from loopformer.training.optimizer import ModelOptimizer, learning_rate
+from loopformer.training.packing import PackedRows, pack_rows
 from loopformer.training.plan import (
     MicroBatch,
     costliest_step,
@@ -68,7 +69,7 @@ from loopformer.training.plan import (
 from loopformer.training.reporting import Reporter, SpeedMeter
 from loopformer.trajectory import Trajectory
 
-StepBatch = list[tuple[MicroBatch, Batch]]  # the micro-batches of a step on this rank, each with its rows
+StepBatch = list[tuple[MicroBatch, PackedRows, Batch]]  # the micro-batches of a step on this rank
 
 
 @dataclass
@@ -204,12 +205,19 @@ class Trainer:
 
     def _batches(self) -> Iterator[StepBatch]:
         """This rank's micro-batches, step by step. Copies from pinned memory overlap with the GPU's computation."""
-        pin = self.ranks.device.type == "cuda"
-        for step in range(self.state.step, self.run.training.steps):
-            parts = plan_step(self.run, step + 1, self.state.micro_batch, self.ranks.rank, self.ranks.world)
+        run, state, ranks = self.run, self.state, self.ranks
+        for step in range(state.step, run.training.steps):
+            parts = plan_step(run, step + 1, state.micro_batch, ranks.rank, ranks.world)
+            # FSDP gathers weights in every loop, a collective call, so all ranks must run as many.
+            packed = [
+                pack_rows(run.model, part.trajectories, part.exits, part.loops if self.parallel.is_sharded else 0)
+                for part in parts
+            ]
             batches = [self.loader.batch(step, part.rows) for part in parts]
-            pinned = [batch.map(Tensor.pin_memory) if pin else batch for batch in batches]
-            yield list(zip(parts, pinned, strict=True))
+            if ranks.device.type == "cuda":
+                packed = [rows.map(Tensor.pin_memory) for rows in packed]
+                batches = [batch.map(Tensor.pin_memory) for batch in batches]
+            yield list(zip(parts, packed, batches, strict=True))
 
     def _loop(self, batches: Iterator[StepBatch]) -> None:
         training, state = self.run.training, self.state
@@ -266,15 +274,12 @@ class Trainer:
         run, device, cost = self.run, self.ranks.device, self.model.cost
         terms = torch.zeros(3, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
-        for number, (micro_batch, rows) in enumerate(batch):
+        for number, (micro_batch, packed, rows) in enumerate(batch):
             moved = rows.to(device)
             tensors = moved.inputs, moved.targets, moved.documents
-            # FSDP gathers weights in every loop, a collective call, so all ranks must run as many.
-            loops = micro_batch.loops if self.parallel.is_sharded else 0
             with self.parallel.micro_batch(last=number == len(batch) - 1):
                 with autocast(device, run):
-                    planned = micro_batch.trajectories, divisors, micro_batch.exits, loops
-                    losses = self.parallel.module(*tensors, *planned)
+                    losses = self.parallel.module(*tensors, packed.to(device), divisors)
                 # The divisors count the targets of all ranks, so gradients must be summed over ranks. DDP and FSDP
                 # average them instead, hence the factor.
                 (losses.total * self.ranks.world).backward()
@@ -292,7 +297,7 @@ class Trainer:
         targets nor on the split into micro-batches.
         """
         counts = torch.zeros(len(self.run.objective.trajectories))
-        for micro_batch, rows in batch:
+        for micro_batch, _, rows in batch:
             counted = (rows.targets != IGNORE_INDEX).sum(1)
             for index, entry in enumerate(micro_batch.trajectories):
                 counts[index] += counted[list(entry)].sum()
@@ -465,7 +470,8 @@ def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int)
         # A real step also holds the gradients of earlier micro-batches and two moments. Reserve their memory.
         reserved = [torch.empty_like(p) for p in objective.parameters() for _ in range(3)]
         with autocast(device, run):
-            losses = objective(ids, ids, documents, trajectories, [1.0] * len(trajectories))
+            packed = pack_rows(run.model, trajectories).to(device)
+            losses = objective(ids, ids, documents, packed, [1.0] * len(trajectories))
         losses.total.backward()
         torch.cuda.synchronize(device)
         return True

@@ -12,6 +12,7 @@ from loopformer.config import ModelConfig, ObjectiveConfig
 from loopformer.training.fused.ops import Precision
 from loopformer.training.fused.passes import FusedStack, unsupported_reason
 from loopformer.training.objective import Objective
+from loopformer.training.packing import pack_rows
 
 PLAIN = Precision(torch.float32)
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -41,7 +42,8 @@ def run(
         dict.fromkeys(range(4), Trajectory.uniform(model.config.loops)),
         {1: Trajectory.uniform(2), 3: Trajectory.uniform(1)},
     ]
-    losses = objective(inputs.to(device), targets.to(device), documents, trajectories, [32.0, 16.0])
+    packed = pack_rows(model.config, trajectories).to(device)
+    losses = objective(inputs.to(device), targets.to(device), documents, packed, [32.0, 16.0])
     losses.total.backward()
     found = [losses.terms, *gradients(model)]
     model.zero_grad()

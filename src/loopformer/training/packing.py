@@ -1,0 +1,120 @@
+"""Pack the rows of a micro-batch, each with its trajectories, into one pass through the stack.
+
+    packed = pack_rows(run.model, micro_batch.trajectories, micro_batch.exits)
+    losses = objective(inputs, targets, documents, packed.to(device), divisors)
+
+The pass has a row for each trajectory that a row of the micro-batch trains on, the longest trajectories first. Loop
+i is then one call for all rows that still take it, whatever their trajectories.
+
+All that a pass needs to know on the host is its `PackedShape`. Whatever else differs from step to step lies in
+tensors, which a background thread can make and which a CUDA graph can read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from loopformer.config import ModelConfig
+from loopformer.model.conditioning import loop_scalars
+from loopformer.trajectory import Trajectory
+
+
+class PackedShape(NamedTuple):
+    """The sizes of a pass."""
+
+    active: tuple[int, ...]  # rows that take each loop
+    read: tuple[int, ...]  # rows that exit after each loop
+    groups: tuple[tuple[tuple[int, ...], int], ...]  # rows that train on the same entries: which, how many rows
+    exits: tuple[tuple[int, int], ...]  # entries with exits: which, how many rows
+    in_order: bool  # the rows of the pass lie group by group
+    has_padding: bool  # the first row has no loss
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The rows of a pass. R counts them, G those with a loss, E the exits, N the loops of all rows."""
+
+    shape: PackedShape
+    rows: Tensor  # [R], the row of the micro-batch
+    scalars: Tensor  # [N, 3], what conditions each loop (`loop_scalars`): loop 1 of all rows, loop 2, …
+    states: Tensor  # [G], the rows of the pass group by group; in a group entry by entry
+    targets: Tensor  # the rows of the micro-batch with their targets, group by group
+    exit_states: Tensor  # [E], the rows of the pass that exit, loop by loop
+    exit_order: Tensor  # [E], which of these, entry by entry
+    exit_targets: Tensor  # [E], the rows of the micro-batch with their targets, entry by entry
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> PackedRows:
+        """The same with `fn` applied to each tensor."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "shape"}
+        changed: dict[str, Any] = {name: fn(tensor) for name, tensor in tensors.items()}
+        return replace(self, **changed)
+
+    def to(self, device: torch.device) -> PackedRows:
+        """The same on a device; copies from pinned memory do not wait."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def pack_rows(
+    config: ModelConfig,
+    trajectories: Sequence[Mapping[int, Trajectory]],
+    exits: Sequence[Mapping[int, int]] = (),
+    loops: int = 0,
+) -> PackedRows:
+    """Pack the rows of all entries of an objective.
+
+    trajectories   for each entry, the trajectory of each row that trains on it
+    exits          for each entry, the loop after which a row is read as well
+    loops          run at least so many loops, because another rank does; a padding row takes them
+    """
+    # The longest first; those of an entry stay together.
+    packed = sorted(
+        (-each.budget, index, row) for index, entry in enumerate(trajectories) for row, each in entry.items()
+    )
+    order = [trajectories[index][row] for _, index, row in packed]
+    rows = [row for _, _, row in packed]
+    if has_padding := order[0].budget < loops:
+        order, rows = [Trajectory.uniform(loops), *order], [0, *rows]
+    position = {(index, row): number for number, (_, index, row) in enumerate(packed, start=int(has_padding))}
+    loop_numbers = range(order[0].budget)
+
+    entries_of: dict[int, tuple[int, ...]] = {}
+    for index, entry in enumerate(trajectories):
+        for row in entry:
+            entries_of[row] = (*entries_of.get(row, ()), index)
+    # Rows that train on the same entries go through the head together. Sorted, so that groups of the same sizes
+    # have the same shape whichever rows they have.
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for indices, row in sorted((indices, row) for row, indices in entries_of.items()):
+        groups.setdefault(indices, []).append(row)
+    states = [position[index, row] for indices, group in groups.items() for index in indices for row in group]
+
+    exiting = sorted((loop, index, row) for index, entry in enumerate(exits) for row, loop in entry.items())
+    exit_order = sorted(range(len(exiting)), key=lambda number: exiting[number][1])
+    read = Counter(loop for loop, _, _ in exiting)
+
+    scalars = [loop_scalars(trajectory, config.time_scale) for trajectory in order]
+    by_loop = [[each[number] for each in scalars if number < len(each)] for number in loop_numbers]
+    shape = PackedShape(
+        active=tuple(map(len, by_loop)),
+        read=tuple(read[number + 1] for number in loop_numbers),
+        groups=tuple((indices, len(group)) for indices, group in groups.items()),
+        exits=tuple((index, len(entry)) for index, entry in enumerate(exits) if entry),
+        in_order=states == list(range(len(rows))),
+        has_padding=has_padding,
+    )
+    return PackedRows(
+        shape,
+        rows=torch.tensor(rows),
+        scalars=torch.tensor([loop for loops in by_loop for loop in loops]),
+        states=torch.tensor(states),
+        targets=torch.tensor([row for group in groups.values() for row in group]),
+        exit_states=torch.tensor([position[index, row] for _, index, row in exiting], dtype=torch.int64),
+        exit_order=torch.tensor(exit_order, dtype=torch.int64),
+        exit_targets=torch.tensor([exiting[number][2] for number in exit_order], dtype=torch.int64),
+    )
