@@ -80,7 +80,7 @@ def test_an_optimizer_with_the_state_of_another_goes_on_as_it_does(tiny: ModelCo
     for name, tensor in other.tensors(copied).items():
         assert not tensor.any()
         tensor.copy_(state[name])
-    other.set_updates(3, fused=False)
+    other.set_updates(3)
     before = copy.deepcopy(model.state_dict())
     for step in (4, 5):
         update(step, model, optimizer)

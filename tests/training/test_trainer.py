@@ -110,10 +110,10 @@ def test_a_signal_saves_at_the_step_border(small: Small, tmp_path: Path, monkeyp
     launch("demo", small(), tmp_path / "whole", quiet=True)
     taken = Trainer._update
 
-    def interrupted(self: Trainer, norm: torch.Tensor) -> bool:
+    def interrupted(self: Trainer, norm: torch.Tensor) -> None:
         if self.state.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return taken(self, norm)
+        taken(self, norm)
 
     monkeypatch.setattr(Trainer, "_update", interrupted)
     result = launch("demo", small(), tmp_path / "cut", quiet=True)
@@ -166,8 +166,8 @@ def test_non_finite_steps_are_skipped_counted_and_end_the_run(
     taken = Trainer._update
     bad: set[int] = {1}
 
-    def sometimes(self: Trainer, norm: torch.Tensor) -> bool:
-        return taken(self, norm * math.nan if self.state.step in bad else norm)
+    def sometimes(self: Trainer, norm: torch.Tensor) -> None:
+        taken(self, norm * math.nan if self.state.step in bad else norm)
 
     monkeypatch.setattr(Trainer, "_update", sometimes)
     launch("demo", small(), tmp_path / "once", quiet=True)

@@ -61,6 +61,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.inputs)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for tensor in (self.inputs, self.targets, self.documents) if tensor is not None]
+
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """The batch with `fn` applied to each tensor."""
         documents = None if self.documents is None else fn(self.documents)

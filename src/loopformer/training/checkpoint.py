@@ -141,9 +141,7 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def restore_optimizer(
-    model: nn.Module, optimizer: ModelOptimizer, checkpoint: Path, updates: int, fused: bool
-) -> None:
+def restore_optimizer(model: nn.Module, optimizer: ModelOptimizer, checkpoint: Path, updates: int) -> None:
     """Load the optimizer's state, whatever number of ranks wrote it."""
     # `load` fills these tensors in place: they are the optimizer's own state.
     tensors = optimizer.tensors(model)
@@ -151,4 +149,4 @@ def restore_optimizer(
         # torch warns of a missing process group, which a single process does not need.
         warnings.simplefilter("ignore", UserWarning)
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(checkpoint / OPTIMIZER)))
-    optimizer.set_updates(updates, fused)
+    optimizer.set_updates(updates)

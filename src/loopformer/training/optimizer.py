@@ -29,9 +29,12 @@ MOMENTUM = "momentum_buffer"  # Muon's
 class ModelOptimizer:
     """The optimizers of a model under one learning rate schedule."""
 
-    def __init__(self, model: nn.Module, config: TrainingConfig, fused: bool) -> None:
-        """`fused` runs AdamW in fused kernels on a GPU."""
-        self.config = config
+    def __init__(self, model: nn.Module, config: TrainingConfig, fused: bool, capturable: bool = False) -> None:
+        """`fused` runs AdamW in fused kernels.
+
+        With `capturable` a CUDA graph can hold a step: rates and counts are tensors on the device of the weights.
+        """
+        self.config, self.fused, self.capturable = config, fused, capturable
         matrices = block_matrices(model) if config.optimizer == "muon" else {}
         rest = [p for p in model.parameters() if p.requires_grad and p not in matrices]
         decay = 0.0 if matrices else config.weight_decay  # with Muon only its matrices decay
@@ -40,34 +43,47 @@ class ModelOptimizer:
             {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
         ]
         betas = (config.beta1, config.beta2)
-        self.adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+        self.adamw = torch.optim.AdamW(
+            groups, lr=config.learning_rate, betas=betas, fused=fused, capturable=capturable
+        )
         self.muon = BlockMuon(matrices, config.matrix_learning_rate, config.weight_decay) if matrices else None
 
     def set_rate(self, rate: float) -> None:
         """Set AdamW's learning rate; Muon's follows in proportion."""
-        for group in self.adamw.param_groups:
-            group["lr"] = rate
+        self._set_rate(self.adamw, rate)
         if self.muon is not None:
-            for group in self.muon.param_groups:
-                group["lr"] = self.config.matrix_learning_rate * rate / self.config.learning_rate
+            self._set_rate(self.muon, self.config.matrix_learning_rate * rate / self.config.learning_rate)
 
-    def step(self) -> None:
+    def _set_rate(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
+        for group in optimizer.param_groups:
+            if self.capturable and isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)  # in place, because a graph reads it
+            elif self.capturable:
+                group["lr"] = torch.tensor(rate, dtype=torch.float32, device=group["params"][0].device)
+            else:
+                group["lr"] = rate
+
+    def step(self, is_finite: Tensor | None = None) -> None:
         """Update every parameter, with a zero gradient if it has none.
 
-        AdamW counts steps per parameter, and a checkpoint stores a single count for all.
+        AdamW counts steps per parameter, and a checkpoint stores a single count for all. If `is_finite` is false on
+        the device, nothing changes; this needs `fused`.
         """
+        if is_finite is not None:
+            # The interface of gradient scalers, with which fused AdamW skips a step.
+            self.adamw.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         self.adamw.step()
         if self.muon is not None:
-            self.muon.step()
+            self.muon.step(is_finite=is_finite)
 
-    def zero_grad(self) -> None:
-        self.adamw.zero_grad(set_to_none=True)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.adamw.zero_grad(set_to_none)
         if self.muon is not None:
-            self.muon.zero_grad(set_to_none=True)
+            self.muon.zero_grad(set_to_none)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """The optimizer's state by kind and parameter name; zeros before the first step."""
@@ -81,12 +97,16 @@ class ModelOptimizer:
                 tensors[f"{kind}.{name}"] = state[kind]
         return tensors
 
-    def set_updates(self, updates: int, fused: bool) -> None:
+    def step_counts(self) -> list[Tensor]:
+        """AdamW's count of each parameter, once `set_updates` has made them."""
+        return [self.adamw.state[p]["step"] for group in self.adamw.param_groups for p in group["params"]]
+
+    def set_updates(self, updates: int) -> None:
         """Set AdamW's step counts. Call it after `tensors`, which creates the state."""
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
                 # Fused AdamW reads the count on the parameter's device, plain AdamW on the CPU.
-                device = parameter.device if fused else torch.device("cpu")
+                device = parameter.device if self.fused else torch.device("cpu")
                 count = torch.tensor(float(updates), dtype=torch.float32, device=device)
                 self.adamw.state[parameter]["step"] = count
 
@@ -104,10 +124,12 @@ class BlockMuon(torch.optim.Muon):
         self.parts = parts
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None, is_finite: Tensor | None = None) -> None:  # type: ignore[override]
+        """Update all matrices, or none if `is_finite` is false on the device."""
         for group in self.param_groups:
+            rate = group["lr"] if is_finite is None else group["lr"] * is_finite
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            updates = [self._update(parameter, group["momentum"]) for parameter in parameters]
+            updates = [self._update(parameter, group["momentum"], is_finite) for parameter in parameters]
             matrices = [
                 update.chunk(self.parts[parameter]) for parameter, update in zip(parameters, updates, strict=True)
             ]
@@ -119,15 +141,17 @@ class BlockMuon(torch.optim.Muon):
                     update = DTensor.from_local(update, parameter.device_mesh, [Replicate()]).redistribute(
                         placements=parameter.placements
                     )
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
+                parameter.mul_(1 - rate * group["weight_decay"])
+                parameter.sub_(update.float() * (rate * math.sqrt(max(1.0, rows / columns))))
 
-    def _update(self, parameter: Tensor, momentum: float) -> Tensor:
+    def _update(self, parameter: Tensor, momentum: float, is_finite: Tensor | None) -> Tensor:
         """The full gradient with Nesterov momentum, in bf16."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(gradient)
+        if is_finite is not None:  # otherwise the momentum and the update would not be finite either
+            gradient = torch.where(is_finite, gradient, state[MOMENTUM])
         state[MOMENTUM].lerp_(gradient, 1 - momentum)
         return full_tensor(gradient.lerp(state[MOMENTUM], momentum).bfloat16())
 

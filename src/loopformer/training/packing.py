@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,11 +49,13 @@ class PackedRows:
     exit_order: Tensor  # [E], which of these, entry by entry
     exit_targets: Tensor  # [E], the rows of the micro-batch with their targets, entry by entry
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, field.name) for field in fields(self) if field.name != "shape"]
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> PackedRows:
         """The same with `fn` applied to each tensor."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "shape"}
-        changed: dict[str, Any] = {name: fn(tensor) for name, tensor in tensors.items()}
-        return replace(self, **changed)
+        return PackedRows(self.shape, *map(fn, self.tensors))
 
     def to(self, device: torch.device) -> PackedRows:
         """The same on a device; copies from pinned memory do not wait."""

@@ -55,6 +55,7 @@ from loopformer.training.checkpoint import (
 from loopformer.training.distributed import Parallel, Ranks, full_tensor
 from loopformer.training.fused.ops import Precision
 from loopformer.training.fused.passes import unsupported_reason
+from loopformer.training.graphs import StepCounts, StepGraphs
 from loopformer.training.objective import Objective, autocast
 from loopformer.training.optimizer import ModelOptimizer, learning_rate
 from loopformer.training.packing import PackedRows, pack_rows
@@ -102,6 +103,7 @@ class Trainer:
         notes: list[str] = []
         # Check everything that may be refused before the Reporter writes the first file.
         fused = fused_precision(run, ranks, notes.append)
+        uses_graphs = can_use_graphs(run, ranks)
         if training.threads is not None:
             torch.set_num_threads(training.threads)
         torch.set_float32_matmul_precision("highest" if training.dtype == "float32" else "high")
@@ -140,9 +142,13 @@ class Trainer:
             self.model.compile()
         self.parallel = Parallel(objective, ranks, training.is_sharded)
         # FSDP replaces the parameters, so the optimizer must see them afterwards.
-        self.optimizer = ModelOptimizer(self.model, training, fused=on_gpu)
+        self.optimizer = ModelOptimizer(self.model, training, fused=on_gpu, capturable=uses_graphs)
         if checkpoint:
-            restore_optimizer(self.model, self.optimizer, checkpoint, self.state.updates, on_gpu)
+            restore_optimizer(self.model, self.optimizer, checkpoint, self.state.updates)
+        self.graphs: StepGraphs | None = None
+        if uses_graphs:
+            before = StepCounts(updates=self.state.updates, bad_in_a_row=self.state.bad_in_a_row)
+            self.graphs = StepGraphs(self._run_pass, self.model, self.optimizer, training, before)
 
     def _set_micro_batch(self, objective: Objective) -> None:
         """Set the micro-batch to the configured size.
@@ -229,13 +235,22 @@ class Trainer:
             self.optimizer.set_rate(rate)
             divisors = self._count_targets(batch)
             terms, norm, flops = self._step(batch, divisors)
-            is_finite = self._update(norm)
+            if self.graphs is None:
+                self._update(norm)
             state.step = step
             state.tokens += training.batch * self.run.model.context
-            state.bad_in_a_row = 0 if is_finite else state.bad_in_a_row + 1
             meter.add(flops)
             self.reporter.tick(step)
-            is_recorded = step % training.log_every == 0 or step == training.steps or not is_finite
+            # A signal may reach one rank first. All ranks must agree to stop, or the others wait for ever in a
+            # collective call.
+            is_stopping = self.ranks.any(self.stop_signal is not None)
+            is_last = step == training.steps
+            is_recorded = is_last or step % training.log_every == 0
+            validates = is_last or step % training.validate_every == 0
+            saves = is_last or step % training.save_every == 0
+            if self.graphs is not None and (is_recorded or validates or saves or is_stopping or step == first_step):
+                step = self._read_counts(first_step)
+            is_recorded = is_recorded or state.bad_in_a_row > 0
             if is_recorded or step == first_step:  # without a record, so that the user sees at once how it goes
                 values = {
                     **self._mean_losses(terms, divisors),
@@ -253,14 +268,11 @@ class Trainer:
                     f"{state.bad_in_a_row} steps in a row had a gradient that is not finite, at step {step}; "
                     "lower training.learning_rate, lengthen training.warmup, or look at the data, then --resume."
                 )
-            # A signal may reach one rank first. All ranks must agree to stop, or the others wait for ever in a
-            # collective call.
-            is_stopping = self.ranks.any(self.stop_signal is not None)
             is_best = False
-            if step % training.validate_every == 0 or step == training.steps:
+            if validates:
                 is_best = self._validate(step)
                 meter.skip()  # speed counts training only
-            if step % training.save_every == 0 or step == training.steps or is_stopping or is_best:
+            if saves or is_stopping or is_best:
                 self.save()
                 meter.skip()
             if is_stopping:
@@ -270,25 +282,32 @@ class Trainer:
 
     def _step(self, batch: StepBatch, divisors: list[float]) -> tuple[Tensor, Tensor, float]:
         """Compute and clip gradients; return loss terms [3, E] (`Losses`), the norm before clipping, and all ranks'
-        FLOPs. E counts the objective's entries."""
+        FLOPs. E counts the objective's entries. Graphs also update the weights."""
         run, device, cost = self.run, self.ranks.device, self.model.cost
         terms = torch.zeros(3, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
         for number, (micro_batch, packed, rows) in enumerate(batch):
-            moved = rows.to(device)
-            tensors = moved.inputs, moved.targets, moved.documents
             with self.parallel.micro_batch(last=number == len(batch) - 1):
-                with autocast(device, run):
-                    losses = self.parallel.module(*tensors, packed.to(device), divisors)
-                # The divisors count the targets of all ranks, so gradients must be summed over ranks. DDP and FSDP
-                # average them instead, hence the factor.
-                (losses.total * self.ranks.world).backward()
-            terms += losses.terms
-            del losses  # frees the cast weights that its graph holds, before the next micro-batch casts its own
+                if self.graphs is None:
+                    terms += self._run_pass(rows.to(device), packed.to(device), divisors)
+                else:
+                    terms += self.graphs.backward(rows, packed, divisors)
             flops += run.model.context * micro_batch.training_flops(cost)
         self.parallel.before_update()
+        if self.graphs is not None:
+            return terms, self.graphs.update(), flops
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.training.clip))
         return terms, norm, flops * self.ranks.world
+
+    def _run_pass(self, rows: Batch, packed: PackedRows, divisors: list[float]) -> Tensor:
+        """Add the gradients of a micro-batch; return its loss terms [3, E]."""
+        with autocast(self.ranks.device, self.run):
+            losses = self.parallel.module(rows.inputs, rows.targets, rows.documents, packed, divisors)
+        # The divisors count the targets of all ranks, so gradients must be summed over ranks. DDP and FSDP average
+        # them instead, hence the factor.
+        (losses.total * self.ranks.world).backward()
+        terms: Tensor = losses.terms
+        return terms
 
     def _count_targets(self, batch: StepBatch) -> list[float]:
         """The number of targets, at least 1, on the rows of each entry of the objective, over all ranks.
@@ -319,17 +338,25 @@ class Trainer:
             consistency += distances[number] / divisors[number]
         return {**values, "consistency": consistency}
 
-    def _update(self, norm: Tensor) -> bool:
-        """Update the weights and return True, or skip the update if the gradient is not finite.
+    def _update(self, norm: Tensor) -> None:
+        """Update the weights, or skip the update if the gradient is not finite.
 
         Every rank has the same norm, so all ranks decide alike. Otherwise their weights would drift apart.
         """
-        is_finite = bool(torch.isfinite(norm))
-        if is_finite:
+        if torch.isfinite(norm):
             self.optimizer.step()
             self.state.updates += 1
+            self.state.bad_in_a_row = 0
+        else:
+            self.state.bad_in_a_row += 1
         self.optimizer.zero_grad()
-        return is_finite
+
+    def _read_counts(self, first_step: int) -> int:
+        """Take over what the graphs have counted, and return the last step. They stop at one that ends the run."""
+        assert self.graphs is not None
+        steps, self.state.updates, self.state.bad_in_a_row = self.graphs.read_counts()
+        self.state.step = first_step - 1 + steps
+        return self.state.step
 
     def _validate(self, step: int) -> bool:
         """Validate and record; return whether the loss of the largest trained budget is the lowest so far."""
@@ -438,6 +465,17 @@ def fused_precision(run: RunConfig, ranks: Ranks, say: Callable[[str], None] = l
         say(f"training without fused kernels: {reason}")
         return None
     return Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
+
+
+def can_use_graphs(run: RunConfig, ranks: Ranks) -> bool:
+    """Whether steps run as CUDA graphs. Raises if `training.graphs` asks for them in vain."""
+    if not run.training.graphs:
+        return False
+    require(
+        ranks.device.type == "cuda", f"training.graphs needs a CUDA GPU, not {ranks.device.type}; set it to false."
+    )
+    require(ranks.world == 1, f"training.graphs needs a single GPU, not {ranks.world} ranks; set it to false.")
+    return True
 
 
 def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: Callable[[str], None]) -> int:

@@ -1,0 +1,128 @@
+"""Training steps on one GPU as CUDA graphs: the host queues a step with a few calls, and waits for nothing.
+
+    graphs = StepGraphs(run_pass, model, optimizer, training, StepCounts())
+    terms = graphs.backward(batch, packed, divisors)     # once for each micro-batch
+    norm = graphs.update()                               # clip, update the weights, clear the gradients
+    counts = graphs.read_counts()                        # waits for the GPU
+
+A pass is recorded when its shape comes for the second time, so a shape that never comes back costs no recording.
+The update is one graph. The GPU itself finds out whether a gradient is finite, and a step with another one changes
+no weight. After too many of them in a row nothing changes any more, so the host may find out later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from loopformer.config import TrainingConfig
+from loopformer.data.loader import Batch
+from loopformer.inference.fused.graphs import record
+from loopformer.model import LoopedLM
+from loopformer.training.optimizer import ModelOptimizer
+from loopformer.training.packing import PackedRows
+
+MAX_PASSES = 64  # graphs of passes; those of further shapes run call by call
+RunPass = Callable[[Batch, PackedRows, list[float]], Tensor]  # adds to the gradients and returns loss terms [3, E]
+
+
+class StepCounts(NamedTuple):
+    """The steps of `StepGraphs` until too many bad ones came in a row, and counts of the whole run."""
+
+    steps: int = 0
+    updates: int = 0
+    bad_in_a_row: int = 0  # steps whose gradient is not finite
+
+
+class _RecordedPass(NamedTuple):
+    graph: Any
+    inputs: list[Tensor]  # the tensors of a batch and its packed rows, which the graph reads
+    terms: Tensor
+
+
+class StepGraphs:
+    """The passes and the update of a model's training steps."""
+
+    def __init__(
+        self,
+        run_pass: RunPass,
+        model: LoopedLM,
+        optimizer: ModelOptimizer,
+        training: TrainingConfig,
+        before: StepCounts,
+    ) -> None:
+        """`optimizer` must be capturable. `before` has the counts to begin with."""
+        self._run_pass, self._optimizer, self._training = run_pass, optimizer, training
+        self._device, self._parameters = model.device, list(model.parameters())
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)  # a graph needs gradients that stay where they are
+        moments = optimizer.tensors(model)
+        optimizer.set_updates(before.updates)
+        self._state = [*moments.values(), *optimizer.step_counts()]
+        self._steps, self._updates, self._bad = (torch.tensor(count, device=self._device) for count in before)
+        self._norm = torch.zeros((), device=self._device)
+        self._seen: set[Hashable] = set()
+        self._passes: dict[Hashable, _RecordedPass] = {}
+        self._update_graph: Any = None
+        # Graphs that never run at the same time share their memory.
+        self._memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+
+    def backward(self, batch: Batch, packed: PackedRows, divisors: list[float]) -> Tensor:
+        """Add the gradients of a micro-batch; return its loss terms [3, E], valid until the next call."""
+        key = (packed.shape, batch.inputs.shape, tuple(divisors))
+        if key not in self._passes:
+            if key not in self._seen or len(self._passes) == MAX_PASSES:
+                if len(self._seen) < MAX_PASSES:
+                    self._seen.add(key)
+                return self._run_pass(batch.to(self._device), packed.to(self._device), divisors)
+            self._passes[key] = self._record_pass(batch, packed, divisors)
+        recorded = self._passes[key]
+        for static, given in zip(recorded.inputs, [*batch.tensors, *packed.tensors], strict=True):
+            static.copy_(given, non_blocking=True)
+        recorded.graph.replay()
+        return recorded.terms
+
+    def _record_pass(self, batch: Batch, packed: PackedRows, divisors: list[float]) -> _RecordedPass:
+        batch, packed = batch.to(self._device), packed.to(self._device)
+        terms = torch.zeros(3, len(divisors), device=self._device)
+
+        def launch() -> None:
+            terms.copy_(self._run_pass(batch, packed, divisors))
+
+        graph = self._record(
+            launch, [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        )
+        return _RecordedPass(graph, [*batch.tensors, *packed.tensors], terms)
+
+    def update(self) -> Tensor:
+        """Clip the gradients, update the weights if they are finite, and clear them. Returns their norm."""
+        if self._update_graph is None:
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            counts = [self._steps, self._updates, self._bad]
+            state = [*self._parameters, *gradients, *self._state, *counts]
+            self._update_graph = self._record(self._launch_update, state)
+        self._update_graph.replay()
+        return self._norm
+
+    @torch.no_grad()
+    def _launch_update(self) -> None:
+        self._norm.copy_(torch.nn.utils.clip_grad_norm_(self._parameters, self._training.clip))
+        is_running = self._bad < self._training.bad_steps
+        is_finite = self._norm.isfinite() & is_running
+        self._optimizer.step(is_finite)
+        self._optimizer.zero_grad(set_to_none=False)
+        self._steps += is_running
+        self._updates += is_finite
+        self._bad.copy_(torch.where(is_finite, 0, self._bad + is_running))
+
+    def read_counts(self) -> StepCounts:
+        """The counts. Waits for the steps that are queued."""
+        return StepCounts(*torch.stack([self._steps, self._updates, self._bad]).tolist())
+
+    def _record(self, launch: Callable[[], None], state: list[Tensor]) -> Any:
+        with torch.no_grad():  # `state` is restored in place
+            tensors = [tensor.detach() for tensor in state]
+        return record(self._device, launch, tensors, "training", self._memory)

@@ -1,0 +1,167 @@
+"""Steps as CUDA graphs. Without a GPU a "graph" runs its launches again, which shows all but the recording."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import loopformer
+from loopformer.errors import LoopformerError
+from loopformer.training import graphs, trainer
+from loopformer.training.launch import launch
+from loopformer.training.optimizer import ModelOptimizer
+from loopformer.training.reporting import read_metrics
+from loopformer.training.trainer import Trainer
+
+from .runs import Small
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+OBJECTIVE = """objective.trajectories=[
+    {budget: full, active_range: [0, 0.3]},
+    {budget: full, rows: 0.5, active_range: [0.3, 1], exits: 0.1},
+    {budget: [2, 3], sampler: compositions, rows: 0.25, active_range: [0.3, 1]},
+    {budget: 1, rows: 0.25, active_range: [0.3, 1]}]"""
+
+
+class LaunchedAgain:
+    """What stands in for a CUDA graph."""
+
+    recorded = 0
+
+    def __init__(self, device: Any, launch: Callable[[], None], state: list[Tensor], *_: Any) -> None:
+        LaunchedAgain.recorded += 1
+        before = [tensor.clone() for tensor in state]
+        launch()  # as in a recording
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+        self.replay = launch
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def optimizer(model: Any, config: Any, fused: bool, capturable: bool) -> ModelOptimizer:
+        return ModelOptimizer(model, config, fused=True, capturable=capturable)
+
+    monkeypatch.setattr(graphs, "record", LaunchedAgain)
+    monkeypatch.setattr(trainer, "ModelOptimizer", optimizer)
+    monkeypatch.setattr(trainer, "can_use_graphs", lambda run, ranks: run.training.graphs)
+    LaunchedAgain.recorded = 0
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    return dict(loopformer.load(run).model.state_dict())
+
+
+@pytest.fixture
+def mixture(small: Small) -> Callable[..., list[str]]:
+    def settings(**more: Any) -> list[str]:
+        given = {"training__steps": 12, "training__batch": 8, "training__micro_batch": 8}
+        given |= {"training__save_every": 5, "training__log_every": 4}
+        return [*small(**{**given, **more}), OBJECTIVE, "objective.draws=row"]
+
+    return settings
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.usefixtures("without_gpu")
+def test_steps_are_those_without_graphs(optimizer: str, mixture: Callable[..., list[str]], tmp_path: Path) -> None:
+    settings = partial(mixture, training__optimizer=optimizer)
+    launch("demo", settings(), tmp_path / "plain", quiet=True)
+    launch("demo", settings(training__graphs=True), tmp_path / "graphs", quiet=True)
+    assert LaunchedAgain.recorded == 3  # the full trajectory alone, the mixture, and the update
+    expected = weights(tmp_path / "plain")
+    for name, tensor in weights(tmp_path / "graphs").items():
+        # Rates are rounded to float32 here, which Muon's steps in bfloat16 enlarge.
+        torch.testing.assert_close(tensor, expected[name], atol=5e-4, rtol=1e-3)
+    plain, mine = (read_metrics(tmp_path / name) for name in ("plain", "graphs"))
+    assert [record["step"] for record in plain] == [record["step"] for record in mine]
+    for one, two in zip(plain, mine, strict=True):
+        assert one.keys() == two.keys()
+        for key in one:
+            if "loss" in key or key in ("gradient_norm", "skipped"):
+                assert two[key] == pytest.approx(one[key], rel=1e-4), key
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_a_resumed_run_ends_with_the_same_bits(mixture: Callable[..., list[str]], tmp_path: Path) -> None:
+    settings = mixture(training__graphs=True, training__optimizer="muon")
+    launch("demo", settings, tmp_path / "whole", quiet=True)
+    launch("demo", settings, tmp_path / "cut", quiet=True)
+    for checkpoint in sorted((tmp_path / "cut" / "checkpoints").glob("step-*"))[1:]:
+        checkpoint.rename(tmp_path / checkpoint.name)
+    launch("demo", settings, tmp_path / "cut", resume=True, quiet=True)
+    expected = weights(tmp_path / "whole")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path / "cut").items())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.usefixtures("without_gpu")
+def test_bad_steps_change_nothing_and_end_the_run_at_their_step(
+    optimizer: str, mixture: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_pass, bad = Trainer._run_pass, {2, 5, 6, 7}
+    at_step: dict[int, dict[str, Tensor]] = {}
+
+    def sometimes(self: Trainer, *arguments: Any) -> Tensor:
+        terms = run_pass(self, *arguments)
+        if self.state.step + 1 in bad:
+            torch.nn.init.constant_(self.model.tokens.weight.grad, torch.nan)  # type: ignore[arg-type]
+        return terms
+
+    def update(self: graphs.StepGraphs) -> Tensor:
+        norm = original(self)
+        count = len(at_step) + 1
+        at_step[count] = {name: p.detach().clone() for name, p in enumerate(self._parameters)}  # type: ignore[misc]
+        return norm
+
+    original = graphs.StepGraphs.update
+    monkeypatch.setattr(Trainer, "_run_pass", sometimes)
+    monkeypatch.setattr(graphs.StepGraphs, "update", update)
+    settings = mixture(
+        training__graphs=True, training__bad_steps=3, training__optimizer=optimizer, training__log_every=11
+    )
+    with pytest.raises(LoopformerError, match=r"^3 steps in a row had a gradient that is not finite, at step 7;"):
+        launch("demo", settings, tmp_path / "run", quiet=True)
+    changed = {
+        step: any(not torch.equal(tensor, at_step[step - 1][name]) for name, tensor in at_step[step].items())
+        for step in range(2, len(at_step) + 1)
+    }
+    assert [step for step in changed if not changed[step]] == [2, *range(5, len(at_step) + 1)]
+    assert all(tensor.isfinite().all() for tensor in at_step[len(at_step)].values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_machine_without_a_gpu_says_so(small: Small, tmp_path: Path) -> None:
+    with pytest.raises(LoopformerError, match=r"^training.graphs needs a CUDA GPU, not cpu; set it to false\.$"):
+        launch("demo", small(training__graphs=True), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@NO_GPU
+@pytest.mark.cuda
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_graphs_train_what_single_calls_do(
+    optimizer: str, fused: bool, mixture: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    settings = partial(
+        mixture,
+        training__device="cuda",
+        training__optimizer=optimizer,
+        training__fused=fused,
+        training__compile=False,
+    )
+    launch("demo", settings(), tmp_path / "plain", quiet=True)
+    launch("demo", settings(training__graphs=True), tmp_path / "graphs", quiet=True)
+    expected = weights(tmp_path / "plain")
+    for name, tensor in weights(tmp_path / "graphs").items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-3)
+    again = launch("demo", settings(training__graphs=True), tmp_path / "again", quiet=True)
+    assert again["finished"]
+    assert all(
+        torch.equal(t, weights(tmp_path / "graphs")[name]) for name, t in weights(tmp_path / "again").items()
+    )
