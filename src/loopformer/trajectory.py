@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
 from loopformer.errors import LoopformerError
@@ -90,7 +90,7 @@ class Trajectory:
     def uniform(cls, budget: int) -> Trajectory:
         """M equal steps."""
         budget = _check_budget(budget)
-        return cls([Fraction(1, budget)] * budget)
+        return _between(tuple(range(1, budget)), budget)
 
     @classmethod
     def named(cls, family: str, budget: int) -> Trajectory:
@@ -136,7 +136,7 @@ class Trajectory:
     def enumerate(cls, loops: int, budget: int) -> Iterator[Trajectory]:
         """All C(L-1, M-1) trajectories of M steps that are multiples of 1/L, in lexicographic order."""
         budget = _check_budget(budget, loops)
-        return (cls._between(cuts, loops) for cuts in itertools.combinations(range(1, loops), budget - 1))
+        return (_between(cuts, loops) for cuts in itertools.combinations(range(1, loops), budget - 1))
 
     @classmethod
     def sample(cls, loops: int, rng: Any, budget: int | None = None, sampler: str = "compositions") -> Trajectory:
@@ -158,7 +158,7 @@ class Trajectory:
         if sampler in ("compositions", "continuous"):
             # The gaps between sorted uniform points of a fine grid are Dirichlet(1, …, 1).
             grid = loops if sampler == "compositions" else _CONTINUOUS_GRID
-            return cls._between(_draw_distinct(rng, budget - 1, grid - 1), grid)
+            return _between(tuple(_draw_distinct(rng, budget - 1, grid - 1)), grid)
         if sampler == "sequential":
             parts: list[int] = []
             for later in range(budget - 1, 0, -1):
@@ -168,10 +168,11 @@ class Trajectory:
             return cls.uniform(budget)
         raise LoopformerError(f"Unknown sampler {sampler!r}; choose one of {', '.join(SAMPLERS)}.")
 
-    @classmethod
-    def _between(cls, cuts: Iterable[int], grid: int) -> Trajectory:
-        """The trajectory that steps through the times 0, cuts/grid, 1."""
-        return cls([Fraction(b - a, grid) for a, b in itertools.pairwise([0, *cuts, grid])])
+
+@lru_cache(maxsize=4096)  # training draws a trajectory for each row, and fractions are slow
+def _between(cuts: tuple[int, ...], grid: int) -> Trajectory:
+    """The trajectory that steps through the times 0, cuts/grid, 1."""
+    return Trajectory([Fraction(b - a, grid) for a, b in itertools.pairwise([0, *cuts, grid])])
 
 
 def resolve(trajectory: Trajectory | str | int | None, loops: int, beyond: bool = False) -> Trajectory:
