@@ -1,5 +1,6 @@
 """Round trips, file formats, determinism, what is wrong with a tokenizer; loss on responses and their end only."""
 
+import base64
 import json
 from pathlib import Path
 
@@ -207,8 +208,13 @@ def test_the_bound_is_of_use_where_it_is_certain() -> None:
         assert tokenizer.fewest_tokens("the cat" * 100_000) == 0
 
 
-def replace(pattern: str, content: str) -> dict[str, object]:
-    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+def replace(pattern: str, content: str, kind: str = "String") -> dict[str, object]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+# Letters that are no string of the settings, replaced by so many that these are no string to try, either.
+HEBREW = {"type": "Sequence", "normalizers": [replace(r"\p{Hebrew}", "א" * 1001, "Regex")] * 2}
+CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"x" * 2000 + b"\0").decode()
 
 
 @pytest.mark.parametrize(
@@ -220,11 +226,22 @@ def replace(pattern: str, content: str) -> dict[str, object]:
         ("normalizer", {"type": "Prepend", "prepend": "long" * 50}),
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [SAVED["pre_tokenizer"]] * 12}),
         ("decoder", {"type": "Sequence", "decoders": [replace("a", "a" * 50)] * 6}),
+        ("normalizer", HEBREW),
+        ("normalizer", {"type": "Sequence", "normalizers": [HEBREW]}),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}),
+        ("normalizer", {**replace("a", "a" * 1001), "normalizers": [{"type": "Lowercase"}]}),  # it is no Sequence
     ],
 )
 def test_a_tokenizer_that_makes_texts_explode_is_refused(component: str, settings: dict[str, object]) -> None:
-    with pytest.raises(FileProblem, match="would make some texts more than 100 times as long"):
-        Tokenizer(json.dumps(SAVED | {component: settings}))
+    # The library normalizes added tokens while it reads the file, so the check comes before that.
+    added = [*SAVED["added_tokens"], SAVED["added_tokens"][0] | {"id": 300, "content": "אא", "normalized": True}]
+    with pytest.raises(FileProblem, match="could make a text more than 100 times as long"):
+        Tokenizer(json.dumps(SAVED | {component: settings, "added_tokens": added}))
+
+
+def test_a_panic_of_the_library_is_one_sentence() -> None:
+    with pytest.raises(FileProblem, match="is not a tokenizer that the tokenizers library can read"):
+        with_settings(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
 
 
 def test_tokenizer_without_end_token(tmp_path: Path) -> None:

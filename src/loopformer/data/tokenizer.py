@@ -25,9 +25,11 @@ the ids up to and including "Assistant:".
 
 from __future__ import annotations
 
+import base64
 import copy
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -54,7 +56,9 @@ TOKENIZER_FILE = "tokenizer.json"
 END_TOKEN = "<|endoftext|>"
 _END_NAMES = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 _MAX_GROWTH = 100  # how many times as long a text may become; Unicode normalization alone reaches 18
+_MAX_POSSIBLE_GROWTH = 1000  # by the lengths of what replacements write; few texts come near it
 _MAX_PROBE_CHARS = 1000  # of the texts that growth is measured on
+_NO_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
 _END_OF_TEXTS = b"\n"  # tells the training process that all texts were sent; JSON is never an empty line
 _PIECE_CHARS = (1 << 12, 1 << 16)  # fewest and most of a training text; the trainer buffers hundreds of texts
 _MAX_TRAINING_CHARS = 256 << 20
@@ -74,14 +78,16 @@ class Tokenizer:
     def __init__(self, text: str, name: str = TOKENIZER_FILE) -> None:
         self._text = text
         try:
-            self._tokenizer = self._parse()
-        except Exception as error:  # the library raises plain Exception
-            raise FileProblem(f"{name} is not a tokenizer that the tokenizers library can read.") from error
-        with _explain_encode_errors(self._tokenizer):
             grows = _grows_too_long(json.loads(text))
+            if not grows:  # parsing already normalizes added tokens
+                self._tokenizer = self._parse()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises plain Exception, and a panic is a BaseException
+            raise FileProblem(f"{name} is not a tokenizer that the tokenizers library can read.") from error
         if grows:
             raise FileProblem(
-                f"{name} would make some texts more than {_MAX_GROWTH} times as long; use another tokenizer."
+                f"{name} could make a text more than {_MAX_GROWTH} times as long; use another tokenizer."
             )
         self._tokenizer.encode_special_tokens = True  # despite its name: encode them as ordinary text
         ends = [end_id for end in _END_NAMES if (end_id := self._tokenizer.token_to_id(end)) is not None]
@@ -357,43 +363,72 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
 
 
 def _grows_too_long(saved: dict[str, Any]) -> bool:
-    """Whether the normalizer, pre-tokenizer or decoder makes a short text over `_MAX_GROWTH` times as long.
+    """Whether the normalizer, pre-tokenizer or decoder can make a text far longer.
 
-    A chain of replacements can make a text of gigabytes. So the steps run one at a time, on the shortest probes
-    first. The probes are the strings of the settings, which include what the steps replace, and some characters.
+    A chain of replacements can make a text of gigabytes. So first look at the lengths of what they write. Then run
+    the steps one at a time, on the shortest probes first. The probes are the strings of the settings, which include
+    what the steps replace, and some characters.
     """
-    encoder = [*_steps("normalizer", saved.get("normalizer")), *_steps("pre_tokenizer", saved.get("pre_tokenizer"))]
-    decoder = [*_steps("decoder", saved.get("decoder"))]
-    settings = [saved.get(component) for component in ("normalizer", "pre_tokenizer", "decoder")]
-    strings = {string for string in _strings(settings) if 0 < len(string) <= _MAX_PROBE_CHARS}
+    import tokenizers
+
+    # The library ignores keys that it does not know, so judge what it has read.
+    components = {component: saved.get(component) for component in ("normalizer", "pre_tokenizer", "decoder")}
+    saved = json.loads(tokenizers.Tokenizer.from_str(json.dumps({"model": _NO_MODEL, **components})).to_str())
+    parts = {component: [*_parts(saved[component])] for component in components}
+    chains = [("normalizer", "pre_tokenizer"), ("decoder",)]
+    for chain in chains:
+        if math.prod(_possible_growth(part) for each in chain for part in parts[each]) > _MAX_POSSIBLE_GROWTH:
+            return True
+    strings = {string for string in _strings([*parts.values()]) if 0 < len(string) <= _MAX_PROBE_CHARS}
+    steps = [[_step(each, part) for each in chain for part in parts[each]] for chain in chains]
     for probe in sorted(strings.union(printable, "é日😀ﷺ", *strings), key=len):
-        for steps in (encoder, decoder):
+        for chain_steps in steps:
             text = probe
-            for step in steps:
+            for step in chain_steps:
                 text = step(text)
                 if len(text) > _MAX_GROWTH * len(probe):
                     return True
     return False
 
 
-def _steps(component: str, settings: dict[str, Any] | None) -> Iterator[Callable[[str], str]]:
-    """The steps of a component of a tokenizer, each as a function from text to text."""
-    import tokenizers
-
+def _parts(settings: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The settings of the steps of a component, in order."""
     if settings is None:
         return
-    if children := settings.get("normalizers") or settings.get("pretokenizers") or settings.get("decoders"):
-        for child in children:
-            yield from _steps(component, child)
+    if settings["type"] != "Sequence":
+        yield settings
         return
-    model = {"type": "BPE", "vocab": {}, "merges": []}
-    step: Any = getattr(tokenizers.Tokenizer.from_str(json.dumps({"model": model, component: settings})), component)
+    for child in settings.get("normalizers") or settings.get("pretokenizers") or settings.get("decoders") or ():
+        yield from _parts(child)
+
+
+def _possible_growth(part: dict[str, Any]) -> float:
+    """At most how many times as long a step makes a text by what it writes for some characters only.
+
+    It is 1 for the steps of other kinds: these treat all characters alike, so the probes show how they grow.
+    """
+    if part["type"] == "Replace":
+        pattern, content = part["pattern"].get("String"), part["content"]
+        # A regular expression may match before every character, and leave it there.
+        return max(1.0, len(content) / len(pattern)) if pattern else 1 + len(content)
+    if part["type"] == "Precompiled":
+        charsmap = base64.b64decode(part["precompiled_charsmap"] or "")  # the size of an index, the index, strings
+        written = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+        return max(1, *(len(string.decode(errors="replace")) for string in written.split(b"\0")))
+    return 1
+
+
+def _step(component: str, part: dict[str, Any]) -> Callable[[str], str]:
+    """A step of a component as a function from text to text."""
+    import tokenizers
+
+    step: Any = getattr(tokenizers.Tokenizer.from_str(json.dumps({"model": _NO_MODEL, component: part})), component)
     if component == "normalizer":
-        yield step.normalize_str
-    elif component == "pre_tokenizer":
-        yield lambda text: "".join(piece for piece, _ in step.pre_tokenize_str(text))
-    else:
-        yield lambda text: step.decode([text])
+        normalize: Callable[[str], str] = step.normalize_str
+        return normalize
+    if component == "pre_tokenizer":
+        return lambda text: "".join(piece for piece, _ in step.pre_tokenize_str(text))
+    return lambda text: step.decode([text])
 
 
 def _strings(settings: Any) -> Iterator[str]:
