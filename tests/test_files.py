@@ -187,6 +187,28 @@ def test_a_key_must_not_repeat_in_yaml(tmp_path: Path, content: str, lines: str)
         read_yaml(tmp_path / "a")
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("seed: " + "9" * 10_000, r"9{79}… has more than 100 digits"),
+        ("seed: -0x" + "f" * 300_000, r"-0xf{76}… has more than 100 digits"),
+        ("seed: 1" + ":59" * 300_000, r"1(:59){26}… has more than 100 digits"),  # base 60, in quadratic time
+        ("seed: 1" + ":59" * 300_000 + ".5", r"1(:59){26}… has more than 100 digits"),
+        ("rate: " + "9" * 10_000 + ".5", r"9{79}… has more than 100 digits"),
+        ("a: 1\nday: 2001-99-99", "'2001-99-99' in line 2 is no timestamp"),
+        ("is: !!bool maybe", "'maybe' in line 1 is no bool"),
+        ("seed: !!int ''", "'' in line 1 is no int"),
+        ("seed: !!float many", "'many' in line 1 is no float"),
+        ("day: !!timestamp never", "'never' in line 1 is no timestamp"),
+        (f"{'k' * 1000}: 1\n" * 2, "k{79}… appears twice, in lines 1 and 2; keep one"),
+    ],
+)
+def test_values_that_yaml_cannot_hold_are_named_and_cut(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "a").write_text(content)
+    with pytest.raises(DamagedFile, match=rf"a is not readable YAML \({said}\)\.$"):
+        read_yaml(tmp_path / "a")
+
+
 def test_a_key_may_stand_in_several_mappings_and_be_a_value(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a: a\nb: [a, a, {a: {a: b}}, {a: 1}]\nc: {a: a}\n")
     assert read_yaml(tmp_path / "a") == {"a": "a", "b": ["a", "a", {"a": {"a": "b"}}, {"a": 1}], "c": {"a": "a"}}

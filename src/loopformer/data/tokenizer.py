@@ -46,7 +46,7 @@ import numpy.typing as npt
 
 from loopformer.config.model import BOX, bundled_model_dir
 from loopformer.data.splits import clean, cut
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, require, shortened
 from loopformer.files import write_atomic
 
 if TYPE_CHECKING:
@@ -492,8 +492,9 @@ def parse_example(record: dict[str, Any], where: str) -> Example:
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if role not in tuple(ROLES) or not isinstance(content, str):
+            shown = shortened(repr(role))
             raise LoopformerError(
-                f"{where} has a turn of role {role!r}; each needs a role of {', '.join(ROLES)} and text."
+                f"{where} has a turn of role {shown}; each needs a role of {', '.join(ROLES)} and text."
             )
         if role == "assistant":
             segments += [Segment(context + ROLES[role], False), Segment(" " + clean(content), True)]

@@ -29,7 +29,7 @@ from torch import Tensor
 from loopformer.config import ModelConfig, from_mapping, load_run
 from loopformer.config.model import BOX, FORMAT, VERSION, bundled_model_dir
 from loopformer.data.shards import INDEX_FILE, is_prepared
-from loopformer.errors import FileProblem, LoopformerError, unreadable
+from loopformer.errors import FileProblem, LoopformerError, shortened, unreadable
 from loopformer.files import DamagedFile, read_json, sha256_of
 from loopformer.model import LoopedLM
 
@@ -62,7 +62,9 @@ def read_config(folder: str | Path) -> ModelConfig:
     path = Path(folder) / CONFIG
     content = read_json(path)
     if (version := content.get("version")) != VERSION:
-        raise FileProblem(f"{path} has version {version!r}, this loopformer reads {VERSION}; update it.")
+        raise FileProblem(
+            f"{path} has version {shortened(repr(version))}, this loopformer reads {VERSION}; update it."
+        )
     return from_mapping(ModelConfig, content.get("model"), "model")
 
 
