@@ -68,6 +68,7 @@ def test_settings_beyond_the_paper_are_written_where_they_are_used(
         ({"inject": "gated", "conditioning": "none"}, "give model.conditioning another value than none"),
         ({"start": "random"}, "set model.inject to adapter"),
         ({"padded_vocab": 10}, "smaller than model.vocab"),
+        ({"padded_vocab": 10**30}, "model.padded_vocab must be 1 or more and at most 33,554,432"),
         ({"width": 32, "heads": 32, "positions": "rotary"}, "even width/heads"),
     ],
 )

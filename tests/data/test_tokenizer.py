@@ -3,6 +3,7 @@
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -160,7 +161,7 @@ def tokenizer_of_words() -> Tokenizer:
     return Tokenizer(library.to_str())
 
 
-def split(behavior: str) -> dict[str, object]:
+def split(behavior: str) -> dict[str, Any]:
     spaces = {"type": "Split", "pattern": {"Regex": r"\s+"}, "behavior": behavior, "invert": False}
     return {"type": "Sequence", "pretokenizers": [spaces, SAVED["pre_tokenizer"]]}
 
@@ -175,6 +176,9 @@ UNBOUNDED = {
     "drops accents": Tokenizer(library_tokenizer(normalizers.StripAccents()).to_str()),
     "drops spaces": with_settings(pre_tokenizer=split("Removed")),
     "an added token that strips": Tokenizer(library_tokenizer(rstrip=True).to_str()),
+    "drops spaces under another key": with_settings(
+        pre_tokenizer={**split("Removed")["pretokenizers"][0], "pretokenizers": [SAVED["pre_tokenizer"]]}
+    ),
     "not every byte": with_settings(
         model=SAVED["model"] | {"vocab": {"a": 0, END_TOKEN: 1}, "merges": [], "unk_token": None}
     ),
@@ -237,6 +241,14 @@ def test_a_tokenizer_that_makes_texts_explode_is_refused(component: str, setting
     added = [*SAVED["added_tokens"], SAVED["added_tokens"][0] | {"id": 300, "content": "אא", "normalized": True}]
     with pytest.raises(FileProblem, match="could make a text more than 100 times as long"):
         Tokenizer(json.dumps(SAVED | {component: settings, "added_tokens": added}))
+
+
+def test_settings_that_only_the_library_understands_are_no_obstacle() -> None:
+    suffixed = with_settings(decoder=["</w>"])  # a BPEDecoder
+    ids = suffixed.encode("the cat")
+    assert suffixed.byte_count(ids) == len(suffixed.decode(ids).encode())
+    with pytest.raises(LoopformerError, match=r"has no token '.ud800' that could end a text"):
+        TRAINED.with_end_token("\ud800")
 
 
 def test_a_panic_of_the_library_is_one_sentence() -> None:

@@ -186,7 +186,9 @@ class ModelConfig:
     ffn: int = setting(5120, "Hidden units of the feed-forward layer.", minimum=1, maximum=1 << 20)
     context: int = setting(1024, "Longest sequence in tokens.", minimum=1, maximum=1 << 22)
     vocab: int = setting(50257, "Token ids that the model accepts.", minimum=1, maximum=1 << 24)
-    padded_vocab: int | None = setting(None, "Rows of the embedding; null rounds vocab up to a multiple of 64.")
+    padded_vocab: int | None = setting(
+        None, "Rows of the embedding; null rounds vocab up to a multiple of 64.", minimum=1, maximum=1 << 25
+    )
     positions: Literal["learned", "rotary"] = setting("learned", "Position embeddings.")
     modulator_start: Literal["zero", "normal", "one"] = setting("zero", "Initial gates: closed, random or open.")
     time_scale: float = setting(1.0, "Factor on t and Δ before their Fourier features.", above=0)

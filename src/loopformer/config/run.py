@@ -70,7 +70,7 @@ class TrainedTrajectory:
     exits: float = setting(0.0, "Weight of the cross-entropy after one of its loops before the last.", minimum=0)
 
     def __post_init__(self) -> None:
-        where = f"objective.trajectories, budget {self}"
+        where = f"objective.trajectories, budget {shortened(self)}"
         bounds = list(self.budget) if isinstance(self.budget, list | tuple) else [self.budget]
         is_range = len(bounds) in (1, 2) and all(type(bound) is int and bound >= 1 for bound in bounds)
         is_budget = self.budget in ("full", "short", "any") or (is_range and bounds == sorted(bounds))

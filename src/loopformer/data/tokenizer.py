@@ -126,7 +126,7 @@ class Tokenizer:
         """
         from tokenizers.pre_tokenizers import ByteLevel
 
-        saved = json.loads(self._text)
+        saved = json.loads(self._tokenizer.to_str())  # as the library has read it
         model, added, splitter = saved["model"], saved.get("added_tokens", ()), saved.get("pre_tokenizer") or {}
         splitters = splitter.get("pretokenizers") or [splitter]
         kinds = {each.get("type") for each in splitters}
@@ -166,9 +166,9 @@ class Tokenizer:
 
     def with_end_token(self, token: str) -> Tokenizer:
         """The same tokenizer with another end token."""
-        end_id = self._tokenizer.token_to_id(token)
+        end_id = self._tokenizer.get_vocab(with_added_tokens=True).get(token)
         if end_id is None:
-            raise LoopformerError(f"The tokenizer has no token {token!r} that could end a text.")
+            raise LoopformerError(f"The tokenizer has no token {shortened(repr(token))} that could end a text.")
         other = copy.copy(self)
         other.eot = end_id
         return other
@@ -192,7 +192,9 @@ class Tokenizer:
     def _byte_lengths(self) -> list[int] | None:
         """Bytes of each id of a byte-level tokenizer; None for other kinds."""
         saved = json.loads(self._text)
-        decoder = saved.get("decoder") or {}
+        decoder = saved.get("decoder")
+        if not isinstance(decoder, dict):
+            return None
         if "ByteLevel" not in [part["type"] for part in (decoder, *decoder.get("decoders", ())) if part]:
             return None
         lengths = [0] * self.vocab_size
