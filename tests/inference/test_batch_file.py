@@ -270,6 +270,18 @@ def test_answers_to_something_else_are_refused_and_left_alone(lm: LM, source: Pa
     refused("Line 8 of .* does not answer its prompt")
     beside.write_text('{"version": 0}')
     refused("was begun by another version")
+    record = json.loads(noted)
+    damages: list[dict[str, Any]] = [
+        {"input": None},
+        {"input": {}},
+        {"input": {**record["input"], "lines": "many"}},
+        {"input": {**record["input"], "failed": None}},
+        {"settings": None},
+        {"settings": 3},
+    ]
+    for damage in damages:
+        beside.write_text(json.dumps(record | damage))
+        refused(r"out\.run\.json is damaged")
     beside.unlink()
     refused("so it may not hold answers")
     assert run(lm, source, out).lines == len(PROMPTS)

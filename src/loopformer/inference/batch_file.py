@@ -75,7 +75,12 @@ def answer_file(
         raise FileProblem(f"{out} is the file of prompts itself; give another --out.")
     with _open_prompts(source) as lines:
         with open_exclusive(out):
-            record, mended = _check_resumable(source, out, json.loads(json.dumps(settings)))
+            try:
+                record, mended = _check_resumable(source, out, json.loads(json.dumps(settings)))
+            except LoopformerError:
+                raise
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise FileProblem(f"{_record_path(out)} is damaged; {_other_out(out)}") from error
             if mended:
                 _answer_mended(source, out, engine, request_of, mended)
         with open_exclusive(out) as file:  # opened again, because mended answers come with a new file

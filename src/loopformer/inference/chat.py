@@ -135,7 +135,7 @@ class ChatTemplate:
                 messages=list(messages), add_generation_prompt=True, bos_token=end, eos_token=end, pad_token=end
             )
         except Exception as error:  # a template is a program, so it can raise anything
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise LoopformerError(f"The model's chat template fails ({reason}); correct its {TEMPLATE}.") from error
 
     @cached_property

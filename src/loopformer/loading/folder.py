@@ -65,6 +65,8 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise FileProblem(
             f"{path} has version {shortened(repr(version))}, this loopformer reads {VERSION}; update it."
         )
+    if not isinstance(content.get("source", {}), dict):
+        raise FileProblem(f"{path} is damaged: its source is no mapping; fetch it again.")
     return from_mapping(ModelConfig, content.get("model"), "model")
 
 
