@@ -153,6 +153,11 @@ def test_wrong_content_is_damage(tmp_path: Path, content: bytes, monkeypatch: py
             read(path)
 
 
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b'\xef\xbb\xbf{"key": 1}\r\n')
+    assert read_json(tmp_path / "a") == read_yaml(tmp_path / "a") == {"key": 1}
+
+
 def test_yaml_files_are_bounded_by_a_megabyte(tmp_path: Path) -> None:
     """Parsing takes up to eight seconds per megabyte."""
     path = tmp_path / "a"

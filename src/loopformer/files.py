@@ -293,7 +293,7 @@ def _read_mapping(
     if len(content) > max_bytes:
         raise DamagedFile(f"{name} is larger than {_MAX_MB[language]} MB, too large for settings or an index.")
     try:
-        value = parse(content.decode())
+        value = parse(content.decode("utf-8-sig"))  # Windows editors begin files with a byte order mark
     except (ValueError, yaml.YAMLError, RecursionError) as error:  # a wrong encoding is a ValueError
         reason = " ".join(str(error).split())
         raise DamagedFile(f"{name} is not readable {language} ({reason}).") from error

@@ -108,8 +108,9 @@ def test_wrong_tokenizers(tmp_path: Path) -> None:
         Tokenizer.find(str(tmp_path))
     with pytest.raises(FileProblem, match="missing or unreadable"):
         Tokenizer.load(tmp_path / "nowhere")
-    with pytest.raises(LoopformerError, match="needs 257 ids or more"):
-        Tokenizer.train(TEXT, 100)
+    for size in (100, 10**30):
+        with pytest.raises(LoopformerError, match="has 257 ids or more, up to 16,777,216; got 1"):
+            Tokenizer.train(TEXT, size)
 
 
 SAVED = json.loads(TRAINED._text)

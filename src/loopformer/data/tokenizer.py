@@ -58,6 +58,7 @@ _END_NAMES = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im
 _MAX_GROWTH = 100  # how many times as long a text may become; Unicode normalization alone reaches 18
 _MAX_POSSIBLE_GROWTH = 1000  # by the lengths of what replacements write; few texts come near it
 _MAX_PROBE_CHARS = 1000  # of the texts that growth is measured on
+_MAX_VOCAB = 1 << 24  # as of a model
 _NO_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
 _END_OF_TEXTS = b"\n"  # tells the training process that all texts were sent; JSON is never an empty line
 _PIECE_CHARS = (1 << 12, 1 << 16)  # fewest and most of a training text; the trainer buffers hundreds of texts
@@ -298,7 +299,8 @@ def training_pieces(documents: Iterable[Sequence[str]], shares: int = 1) -> Iter
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    require(vocab_size >= 257, f"A byte-level tokenizer needs 257 ids or more, got {vocab_size}.")
+    fits = 257 <= vocab_size <= _MAX_VOCAB
+    require(fits, f"A byte-level tokenizer has 257 ids or more, up to {_MAX_VOCAB:,}; got {shortened(vocab_size)}.")
 
 
 def _train(texts: Iterable[str], vocab_size: int) -> str:
