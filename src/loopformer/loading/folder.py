@@ -119,7 +119,9 @@ def build(config: ModelConfig, tensors: Mapping[str, Tensor], alias: Callable[[s
                 "expected from the model's sizes; the file is damaged or mixes models."
             )
     if extra := sorted(set(tensors) - set(expected)):
-        raise FileProblem(f"The tensor {alias(extra[0])} does not belong to a {config.conditioning!r} model.")
+        raise FileProblem(
+            f"The tensor {shortened(alias(extra[0]))} does not belong to a {config.conditioning!r} model."
+        )
     # Copy the tensors instead of keeping views of the file, which may be aligned differently. CPU kernels round
     # differently on such memory, and a resumed run must be bit-exact.
     owned = {name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}
