@@ -68,6 +68,7 @@ def test_settings_beyond_the_paper_are_written_where_they_are_used(
         ({"inject": "gated", "conditioning": "none"}, "give model.conditioning another value than none"),
         ({"start": "random"}, "set model.inject to adapter"),
         ({"padded_vocab": 10}, "smaller than model.vocab"),
+        ({"padded_vocab": 10**30}, "model.padded_vocab must be 1 or more and at most 33,554,432"),
         ({"width": 32, "heads": 32, "positions": "rotary"}, "even width/heads"),
     ],
 )
@@ -123,6 +124,37 @@ def test_a_starting_model_can_be_left_out_again(written: str) -> None:
 def test_wrong_settings_of_a_run_are_named(section: dict[str, Any], said: str) -> None:
     with pytest.raises(LoopformerError, match=said):
         run_from_mapping(section)
+
+
+LONG = "9" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (f"training.seed={LONG}", "The value of training.seed is not readable: '9{78}…."),
+        ("training.seed=0x" + "f" * 80, "training.seed must be 0 or more and below .*, got [0-9]{79}…"),
+        ("training.learning_rate=0x" + "f" * 90_000, "The value of training.learning_rate is not readable"),
+        ("training.clip=0x" + "f" * 98, None),
+        ("training.is=!!bool maybe", "The value of training.is is not readable: '!!bool maybe'"),
+        ("training.device=[" + LONG[:100] + ", " * 2000 + "1]", "The value of training.device is not readable"),
+        ("training.optimizer=" + "a" * 10_000, "training.optimizer must be one of adamw, muon, got 'a{78}…"),
+        ("training." + "a" * 10_000 + "=1", "Unknown setting training.a{79}…; valid are steps"),
+        ("a" * 10_000 + "=1", "Unknown setting a{79}…; sections are"),
+        ("a" * 10_000, "'a{78}… is not a setting; write key=value"),
+    ],
+)
+def test_what_a_user_writes_is_cut_in_errors(override: str, said: str | None) -> None:
+    if said is None:
+        assert load_run("demo", [override])[0].training.clip == float(int("f" * 98, 16))
+        return
+    with pytest.raises(LoopformerError, match=said):
+        load_run("demo", [override])
+
+
+def test_a_number_beyond_a_float_is_one_sentence() -> None:
+    with pytest.raises(LoopformerError, match=r"learning_rate must be a finite number, got 10{78}…"):
+        run_from_mapping({"training": {"learning_rate": 10**4000}})
 
 
 def test_files_and_commands_may_use_former_keys() -> None:

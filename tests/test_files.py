@@ -153,6 +153,11 @@ def test_wrong_content_is_damage(tmp_path: Path, content: bytes, monkeypatch: py
             read(path)
 
 
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b'\xef\xbb\xbf{"key": 1}\r\n')
+    assert read_json(tmp_path / "a") == read_yaml(tmp_path / "a") == {"key": 1}
+
+
 def test_yaml_files_are_bounded_by_a_megabyte(tmp_path: Path) -> None:
     """Parsing takes up to eight seconds per megabyte."""
     path = tmp_path / "a"
@@ -184,6 +189,28 @@ def test_a_key_must_not_repeat_in_yaml(tmp_path: Path, content: str, lines: str)
     with pytest.raises(
         DamagedFile, match=rf"a is not readable YAML \(model appears twice, in lines {lines}; keep one"
     ):
+        read_yaml(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("seed: " + "9" * 10_000, r"9{79}… has more than 100 digits"),
+        ("seed: -0x" + "f" * 300_000, r"-0xf{76}… has more than 100 digits"),
+        ("seed: 1" + ":59" * 300_000, r"1(:59){26}… has more than 100 digits"),  # base 60, in quadratic time
+        ("seed: 1" + ":59" * 300_000 + ".5", r"1(:59){26}… has more than 100 digits"),
+        ("rate: " + "9" * 10_000 + ".5", r"9{79}… has more than 100 digits"),
+        ("a: 1\nday: 2001-99-99", "'2001-99-99' in line 2 is no timestamp"),
+        ("is: !!bool maybe", "'maybe' in line 1 is no bool"),
+        ("seed: !!int ''", "'' in line 1 is no int"),
+        ("seed: !!float many", "'many' in line 1 is no float"),
+        ("day: !!timestamp never", "'never' in line 1 is no timestamp"),
+        (f"{'k' * 1000}: 1\n" * 2, "k{79}… appears twice, in lines 1 and 2; keep one"),
+    ],
+)
+def test_values_that_yaml_cannot_hold_are_named_and_cut(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "a").write_text(content)
+    with pytest.raises(DamagedFile, match=rf"a is not readable YAML \({said}\)\.$"):
         read_yaml(tmp_path / "a")
 
 

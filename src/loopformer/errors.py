@@ -55,9 +55,15 @@ def require(condition: bool, sentence: str) -> None:
         raise LoopformerError(sentence)
 
 
+def shortened(value: object) -> str:
+    """A value as an error shows it, cut to 80 characters."""
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
 def nearest(word: str, known: list[str], otherwise: str | None = None) -> str:
     """A hint for a misspelt word: the nearest valid word, else `otherwise` or all valid words."""
-    close = difflib.get_close_matches(word, known, n=1)
+    close = difflib.get_close_matches(word[:100], known, n=1)
     return f"did you mean {close[0]}?" if close else otherwise or f"valid are {', '.join(known)}."
 
 

@@ -25,10 +25,11 @@ from typing import IO, Any
 import yaml
 from filelock import lock_descriptor
 
-from loopformer.errors import FileProblem, remedy, unreadable
+from loopformer.errors import FileProblem, remedy, shortened, unreadable
 
 _READ_BYTES = 1 << 20  # per read
 _MAX_YAML_DEPTH = 32
+_MAX_NUMBER_CHARS = 100  # in YAML; Python prints no whole number of thousands of digits, and is slow to read it
 _MAX_MB = {"JSON": 64, "YAML": 1}  # of a file; settings have a few kilobytes, and parsing YAML takes seconds per MB
 
 
@@ -245,7 +246,7 @@ def parse_yaml(text: str) -> Any:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses aliases, which can expand without bound, repeated keys, which overwrite, and deep nesting."""
+    """Refuses aliases, which can expand without bound, repeated keys, deep nesting and long numbers."""
 
     depth = 0
 
@@ -258,14 +259,26 @@ class _StrictLoader(yaml.SafeLoader):
             raise yaml.YAMLError(f"it is nested more than {_MAX_YAML_DEPTH} deep")
         node = super().compose_node(parent, index)
         self.depth -= nested
+        if isinstance(node, yaml.ScalarNode):
+            is_number = node.tag.endswith((":int", ":float"))
+            if is_number and len(node.value) > _MAX_NUMBER_CHARS:
+                raise yaml.YAMLError(f"{shortened(node.value)} has more than {_MAX_NUMBER_CHARS} digits")
         lines: dict[str, int] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode):
                 line = key.start_mark.line + 1
                 if first := lines.get(key.value):  # YAML would silently drop the first value
-                    raise yaml.YAMLError(f"{key.value} appears twice, in lines {first} and {line}; keep one")
+                    name = shortened(key.value)
+                    raise yaml.YAMLError(f"{name} appears twice, in lines {first} and {line}; keep one")
                 lines[key.value] = line
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, LookupError, ValueError) as error:  # what the library raises depends on the type
+            value, kind = shortened(repr(node.value)), node.tag.rpartition(":")[2]
+            raise yaml.YAMLError(f"{value} in line {node.start_mark.line + 1} is no {kind}") from error
 
 
 def _read_mapping(
@@ -280,7 +293,7 @@ def _read_mapping(
     if len(content) > max_bytes:
         raise DamagedFile(f"{name} is larger than {_MAX_MB[language]} MB, too large for settings or an index.")
     try:
-        value = parse(content.decode())
+        value = parse(content.decode("utf-8-sig"))  # Windows editors begin files with a byte order mark
     except (ValueError, yaml.YAMLError, RecursionError) as error:  # a wrong encoding is a ValueError
         reason = " ".join(str(error).split())
         raise DamagedFile(f"{name} is not readable {language} ({reason}).") from error

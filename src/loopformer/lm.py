@@ -20,7 +20,7 @@ from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device
-from loopformer.errors import NO_TOKENIZER, REMOVED, LoopformerError, nearest, require
+from loopformer.errors import NO_TOKENIZER, REMOVED, LoopformerError, nearest, require, shortened
 from loopformer.inference.engine import Engine, generate
 from loopformer.inference.fused.batch_pool import BatchPool, unsupported_reason
 from loopformer.inference.request import Event, Request, Result, Sampling, is_whole
@@ -118,7 +118,7 @@ class LM:
         fast; see `GenerateOptions`.
         """
         if not isinstance(prompt, Iterable):
-            raise LoopformerError(f"A prompt is text, or a list of texts; got {prompt!r}.")
+            raise LoopformerError(f"A prompt is text, or a list of texts; got {shortened(repr(prompt))}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         fast = options.pop("fast", "auto")
         requests = self.requests(prompts, budget, trajectory, **options)  # type: ignore[misc]
@@ -240,13 +240,16 @@ class LM:
         return [resolved] * rows if isinstance(resolved, Trajectory) else resolved
 
     def _encode(self, text: str) -> list[int]:
-        """The token ids of a text. Raises if it is not a str that UTF-8 can encode."""
+        """The token ids of a text. Raises if it is not a str that UTF-8 can encode, or too long for sure."""
         if not isinstance(text, str):
-            raise LoopformerError(f"A prompt or text must be text, got {text!r}.")
+            raise LoopformerError(f"A prompt or text must be text, got {shortened(repr(text))}.")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise LoopformerError("The text holds a character that UTF-8 cannot encode; remove it.") from error
+        # Encoding takes a second per few megabytes, so do not encode a text that will be refused for its length.
+        fewest, context = self.need_tokenizer().fewest_tokens(text), self.model.config.context
+        require(fewest <= context, f"A text has at least {fewest} tokens but the context is {context}; shorten it.")
         return self.need_tokenizer().encode(text)
 
     def need_tokenizer(self) -> Tokenizer:

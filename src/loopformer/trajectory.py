@@ -22,7 +22,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, shortened
 
 Number = Fraction | int | float | str
 Sampler = Literal["compositions", "sequential", "uniform", "continuous"]
@@ -200,11 +200,13 @@ def _check_budget(given: int, loops: int | None = None) -> int:
     except TypeError:
         budget = 0
     if budget < 1:
-        raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {given!r}.")
+        raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {shortened(repr(given))}.")
     if loops is not None and budget > loops:
-        raise LoopformerError(f"Budget {budget} is above the model's {loops} loops; choose 1 to {loops}.")
+        raise LoopformerError(
+            f"Budget {shortened(budget)} is above the model's {loops} loops; choose 1 to {loops}."
+        )
     if budget > MAX_STEPS:
-        raise LoopformerError(f"A trajectory has at most {MAX_STEPS} steps, not {budget}.")
+        raise LoopformerError(f"A trajectory has at most {MAX_STEPS} steps, not {shortened(budget)}.")
     return budget
 
 

@@ -229,6 +229,8 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "full" / "report.json").write_text('{"format": "another"}')
     with pytest.raises(FileProblem, match="not empty and holds no report"):
         check_folder(tmp_path / "full")
+    (tmp_path / "full" / "report.json").write_text(json.dumps({"format": "loopformer-report", "files": 3}))
+    check_folder(tmp_path / "full")
     check_folder(tmp_path / "new" / "deep")
     assert not (tmp_path / "new").exists(), "a folder is made when there is something to put into it"
 

@@ -58,6 +58,12 @@ def test_a_shell_completes_what_can_be_named(tmp_path: Path, monkeypatch: pytest
     assert complete("loopformer export runs/other out --budget ") == ["1", "2", "3", "4", "5"]
     assert complete("loopformer generate --budget ")[-1] == "8"  # of the model in the box
     assert complete("loopformer search --model nowhere --budget ") == []
+    for name, content in (
+        ("run.yaml", f"model: {{loops: {10**12}}}\n"),
+        ("config.json", '{"model": {"loops": 1e12}}'),
+    ):
+        (tmp_path / "runs" / name).write_text(content)
+        assert complete("loopformer search --model runs --budget ") == []
     code = "import sys; sys.argv = ['loopformer']; from loopformer.cli import main\ntry: main()\n"
     code += "except SystemExit: sys.exit('torch' in sys.modules)"  # a press of TAB must not take seconds
     environment = {**os.environ, **asked("loopformer chat --model runs/mine --budget ")}

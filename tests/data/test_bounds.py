@@ -350,7 +350,7 @@ def test_a_tokenizer_that_becomes_smaller_says_so(tmp_path: Path) -> None:
     [
         ({"val_fraction": 2}, "validation fraction must be"),
         ({"val_fraction": float("nan")}, "validation fraction must be"),
-        ({"train_tokenizer": 100}, "needs 257 ids or more"),
+        ({"train_tokenizer": 100}, "has 257 ids or more"),
         ({"on_bad": "ignore"}, "--on-bad is stop or skip"),
     ],
 )

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from loopformer.data.loader import (
     permute,
 )
 from loopformer.data.prepare import prepare
-from loopformer.data.shards import TokenData
+from loopformer.data.shards import ShardedArray, TokenData
 from loopformer.errors import LoopformerError
 
 from .words import write_jsonl
@@ -141,6 +142,13 @@ def test_source_shorter_than_a_window(tmp_path: Path, prepared: Path) -> None:
     assert len(Windows(data, len(short.ids))) == (len(long.ids) - 1) // len(short.ids) > 0
     with pytest.raises(LoopformerError, match=rf"train split of {short.name} has {len(short.ids)} tokens, too few"):
         Loader(data, len(short.ids), 1)
+
+
+def test_an_empty_source_takes_no_windows_from_the_next(tmp_path: Path, prepared: Path) -> None:
+    data = two_sources(tmp_path, prepared, ("", ""))
+    empty = replace(data.sources[0], ids=ShardedArray(tmp_path, [], np.uint16))
+    windows = Windows(replace(data, sources=(empty, data.sources[1])), 16)
+    assert windows.sizes == (0, (len(data.sources[1].ids) - 1) // 16)
 
 
 def test_without_weights_sources_are_one(tmp_path: Path, prepared: Path) -> None:

@@ -96,6 +96,30 @@ def test_damaged_index(folder: Path, content: str) -> None:
         TokenData.open(folder)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"vocab_size": 500', '"vocab_size": "300"'),
+        ('"vocab_size": 500', '"vocab_size": 0'),
+        ('"end": 0', '"end": null'),
+        ('"sha256"', '"sha"'),
+        ('"weight": null', '"weight": "much"'),
+        ('"weight": null', '"weight": -1'),
+        ('"weight": null', '"weight": NaN'),
+        ('"items": 1000', '"items": 1000.0'),
+        ('"items": 1000', '"items": -1000'),
+        ('"dtype": "uint16"', '"dtype": "\\ud800"'),
+        ('"dtype": "uint16"', '"dtype": 1'),
+    ],
+)
+def test_wrong_types_in_an_index(folder: Path, old: str, new: str) -> None:
+    index = (folder / "index.json").read_text()
+    assert old in index
+    (folder / "index.json").write_text(index.replace(old, new))
+    with pytest.raises(FileProblem, match=r"index.json is damaged; delete the folder and prepare it again"):
+        TokenData.open(folder)
+
+
 def test_truncated_shard(folder: Path) -> None:
     shard = folder / "news-train-00001.bin"
     shard.write_bytes(shard.read_bytes()[:-2])

@@ -1,7 +1,9 @@
 """Round trips, file formats, determinism, what is wrong with a tokenizer; loss on responses and their end only."""
 
+import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -106,8 +108,9 @@ def test_wrong_tokenizers(tmp_path: Path) -> None:
         Tokenizer.find(str(tmp_path))
     with pytest.raises(FileProblem, match="missing or unreadable"):
         Tokenizer.load(tmp_path / "nowhere")
-    with pytest.raises(LoopformerError, match="needs 257 ids or more"):
-        Tokenizer.train(TEXT, 100)
+    for size in (100, 10**30):
+        with pytest.raises(LoopformerError, match="has 257 ids or more, up to 16,777,216; got 1"):
+            Tokenizer.train(TEXT, size)
 
 
 SAVED = json.loads(TRAINED._text)
@@ -139,8 +142,84 @@ def test_normalizers_of_known_models_are_accepted(steps: list[normalizers.Normal
     assert tokenizer.encode("ﷺ the cat é 日") == library.encode("ﷺ the cat é 日").ids
 
 
-def replace(pattern: str, content: str) -> dict[str, object]:
-    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+def library_tokenizer(normalizer: normalizers.Normalizer | None = None, **added: bool) -> tokenizers.Tokenizer:
+    library = tokenizers.Tokenizer.from_str(TRAINED._text)
+    if normalizer is not None:
+        library.normalizer = normalizer
+    if added:
+        library.add_tokens([tokenizers.AddedToken("the cat sat on the mat", normalized=False, **added)])
+    return library
+
+
+def with_settings(**changes: object) -> Tokenizer:
+    return Tokenizer(json.dumps(SAVED | changes))
+
+
+def tokenizer_of_words() -> Tokenizer:
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "?": 1}, unk_token="?"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens([END_TOKEN])
+    return Tokenizer(library.to_str())
+
+
+def split(behavior: str) -> dict[str, Any]:
+    spaces = {"type": "Split", "pattern": {"Regex": r"\s+"}, "behavior": behavior, "invert": False}
+    return {"type": "Sequence", "pretokenizers": [spaces, SAVED["pre_tokenizer"]]}
+
+
+BOUNDED = {
+    "byte-level BPE": TRAINED,
+    "split first": with_settings(pre_tokenizer=split("Isolated")),
+    "a long added token": Tokenizer(library_tokenizer(single_word=False).to_str()),
+}
+UNBOUNDED = {
+    "words": tokenizer_of_words(),
+    "drops accents": Tokenizer(library_tokenizer(normalizers.StripAccents()).to_str()),
+    "drops spaces": with_settings(pre_tokenizer=split("Removed")),
+    "an added token that strips": Tokenizer(library_tokenizer(rstrip=True).to_str()),
+    "drops spaces under another key": with_settings(
+        pre_tokenizer={**split("Removed")["pretokenizers"][0], "pretokenizers": [SAVED["pre_tokenizer"]]}
+    ),
+    "not every byte": with_settings(
+        model=SAVED["model"] | {"vocab": {"a": 0, END_TOKEN: 1}, "merges": [], "unk_token": None}
+    ),
+    "leaves out the text": with_settings(
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": END_TOKEN, "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {END_TOKEN: {"id": END_TOKEN, "ids": [0], "tokens": [END_TOKEN]}},
+        }
+    ),
+}
+TEXTS = st.text() | st.lists(
+    st.sampled_from(["the cat sat on the mat", " ", "\n", "é", "e\u0301", "☕", "a", END_TOKEN, "dog"]), max_size=60
+).map("".join)
+
+
+@pytest.mark.parametrize("name", [*BOUNDED, *UNBOUNDED])
+@given(TEXTS)
+def test_no_text_has_fewer_tokens_than_the_bound(name: str, text: str) -> None:
+    tokenizer = (BOUNDED | UNBOUNDED)[name]
+    assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+
+
+def test_the_bound_is_of_use_where_it_is_certain() -> None:
+    for tokenizer in BOUNDED.values():
+        assert tokenizer.fewest_tokens("") == 0
+        assert tokenizer.fewest_tokens("x") == 1
+        assert tokenizer.fewest_tokens("the cat" * 100_000) > 10_000
+    for tokenizer in UNBOUNDED.values():
+        assert tokenizer.fewest_tokens("the cat" * 100_000) == 0
+
+
+def replace(pattern: str, content: str, kind: str = "String") -> dict[str, object]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+# Letters that are no string of the settings, replaced by so many that these are no string to try, either.
+HEBREW = {"type": "Sequence", "normalizers": [replace(r"\p{Hebrew}", "א" * 1001, "Regex")] * 2}
+CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"x" * 2000 + b"\0").decode()
 
 
 @pytest.mark.parametrize(
@@ -152,11 +231,30 @@ def replace(pattern: str, content: str) -> dict[str, object]:
         ("normalizer", {"type": "Prepend", "prepend": "long" * 50}),
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [SAVED["pre_tokenizer"]] * 12}),
         ("decoder", {"type": "Sequence", "decoders": [replace("a", "a" * 50)] * 6}),
+        ("normalizer", HEBREW),
+        ("normalizer", {"type": "Sequence", "normalizers": [HEBREW]}),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}),
+        ("normalizer", {**replace("a", "a" * 1001), "normalizers": [{"type": "Lowercase"}]}),  # it is no Sequence
     ],
 )
 def test_a_tokenizer_that_makes_texts_explode_is_refused(component: str, settings: dict[str, object]) -> None:
-    with pytest.raises(FileProblem, match="would make some texts more than 100 times as long"):
-        Tokenizer(json.dumps(SAVED | {component: settings}))
+    # The library normalizes added tokens while it reads the file, so the check comes before that.
+    added = [*SAVED["added_tokens"], SAVED["added_tokens"][0] | {"id": 300, "content": "אא", "normalized": True}]
+    with pytest.raises(FileProblem, match="could make a text more than 100 times as long"):
+        Tokenizer(json.dumps(SAVED | {component: settings, "added_tokens": added}))
+
+
+def test_settings_that_only_the_library_understands_are_no_obstacle() -> None:
+    suffixed = with_settings(decoder=["</w>"])  # a BPEDecoder
+    ids = suffixed.encode("the cat")
+    assert suffixed.byte_count(ids) == len(suffixed.decode(ids).encode())
+    with pytest.raises(LoopformerError, match=r"has no token '.ud800' that could end a text"):
+        TRAINED.with_end_token("\ud800")
+
+
+def test_a_panic_of_the_library_is_one_sentence() -> None:
+    with pytest.raises(FileProblem, match="is not a tokenizer that the tokenizers library can read"):
+        with_settings(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
 
 
 def test_tokenizer_without_end_token(tmp_path: Path) -> None:

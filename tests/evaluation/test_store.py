@@ -22,7 +22,7 @@ def test_half_a_piece_counts_as_none(tmp_path: Path) -> None:
     store.put({"a": 1}, {"loss": 2.0})
     (file,) = tmp_path.glob("*.json")
     whole = file.read_text()
-    for damage in (whole[:20], "{}", "[]"):
+    for damage in (whole[:20], "{}", "[]", '{"value": 3}', '{"value": ["loss"]}'):
         file.write_text(damage)
         assert store.get({"a": 1}) is None
 

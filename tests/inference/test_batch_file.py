@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from loopformer import LM
-from loopformer.errors import FileProblem, RunFailed
+from loopformer.errors import FileProblem, LoopformerError, RunFailed
 from loopformer.files import open_exclusive
 from loopformer.inference import batch_file
 from loopformer.inference.batch_file import BatchReport, answer_file
@@ -53,6 +54,29 @@ def run(
 
 def read(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_far_too_long_prompt_is_refused_without_encoding_it(
+    lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert lm.tokenizer is not None
+    encoded = list[int]()
+    encode_batch = lm.tokenizer.encode_batch
+
+    def watched(texts: Sequence[str]) -> list[list[int]]:
+        encoded.extend(map(len, texts))
+        return encode_batch(texts)
+
+    monkeypatch.setattr(lm.tokenizer, "encode_batch", watched)
+    (tmp_path / "prompts.jsonl").write_bytes(lines([{"prompt": "every pass " * 100_000}, {"prompt": "told"}]))
+    assert run(lm, tmp_path / "prompts.jsonl", tmp_path / "out") == BatchReport(2, errors=1)
+    first, second = read(tmp_path / "out")
+    assert re.fullmatch(r"A text has at least \d+ tokens but the context is 64; shorten it\.", first["error"])
+    assert second["new_tokens"] == 4
+    for refuse in (lm.generate, lambda text: lm.score([text])):
+        with pytest.raises(LoopformerError, match=r"at least \d+ tokens but the context is 64"):
+            refuse("every pass " * 100_000)
+    assert max(encoded) < 100
 
 
 def test_answers_are_in_order_and_as_alone(lm: LM, source: Path, tmp_path: Path) -> None:
@@ -199,6 +223,10 @@ def test_a_mended_line_is_answered_after_any_interruption(
         (b'{"prompt": "a", "certainty": 0.5}', "certainty was removed from generation"),
         (b'{"prompt": "a", "draft": 2}', "draft was removed"),
         (b'{"prompt": "a", "top_p": 1' + b"0" * 400 + b"}", "top_p must be a finite number"),
+        (b'{"prompt": ["' + b"a" * 10_000 + b'"]}', f"prompt must be text, got ['{'a' * 77}…."),
+        (b'{"' + b"a" * 10_000 + b'": 1}', f"Unknown field {'a' * 79}…; valid are prompt"),
+        (b'{"prompt": "a", "budget": 1' + b"0" * 4000 + b"}", f"Budget 1{'0' * 78}… is above the model's 4 loops"),
+        (b'{"prompt": "a", "top_k": -1' + b"0" * 4000 + b"}", f"top_k must be 1 or more, got -1{'0' * 77}…."),
         (b'{"prompt": "' + b"a b" * 99 + b'"}', "but the context is 64; shorten it."),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, bytes) else "",
@@ -242,6 +270,18 @@ def test_answers_to_something_else_are_refused_and_left_alone(lm: LM, source: Pa
     refused("Line 8 of .* does not answer its prompt")
     beside.write_text('{"version": 0}')
     refused("was begun by another version")
+    record = json.loads(noted)
+    damages: list[dict[str, Any]] = [
+        {"input": None},
+        {"input": {}},
+        {"input": {**record["input"], "lines": "many"}},
+        {"input": {**record["input"], "failed": None}},
+        {"settings": None},
+        {"settings": 3},
+    ]
+    for damage in damages:
+        beside.write_text(json.dumps(record | damage))
+        refused(r"out\.run\.json is damaged")
     beside.unlink()
     refused("so it may not hold answers")
     assert run(lm, source, out).lines == len(PROMPTS)

@@ -131,6 +131,7 @@ def test_other_models_were_tuned_if_their_folder_says_so(tmp_path: Path) -> None
     assert was_tuned_to_answer(BOX) is False
     assert was_tuned_to_answer("someone/on-the-hub") is False
     settings = {"format": "loopformer-model", "version": 1, "source": {"run": "runs/mine"}}
-    for source, is_tuned in ((settings["source"], False), ({"run": "runs/mine", "tuned_to_answer": True}, True)):
+    sources = (settings["source"], {"run": "runs/mine", "tuned_to_answer": True}, None, 3)
+    for source, is_tuned in zip(sources, (False, True, False, False), strict=True):
         (tmp_path / "config.json").write_text(json.dumps({**settings, "source": source}))
         assert was_tuned_to_answer(tmp_path) is is_tuned

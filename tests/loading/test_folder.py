@@ -42,6 +42,7 @@ def test_damage_is_one_clear_sentence(tiny: ModelConfig, tmp_path: Path) -> None
     config = json.loads((folder / "config.json").read_text())
     for change, said in [
         ({"version": 99}, "version 99"),
+        ({"source": None}, "its source is no mapping"),
         ({"model": {**config["model"], "blokcs": 1}}, "did you mean model.blocks"),
         ({"model": {**config["model"], "blocks": 3}}, r"lack the tensor .*modulators\.2"),
         ({"model": {**config["model"], "ffn": 81}}, r"ffn\.up\.weight has shape"),

@@ -1,6 +1,7 @@
 """Parity with the published implementation, and what can be wrong with a file of weights."""
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,8 +234,54 @@ def test_weights_that_are_no_numbers_or_not_stored_are_refused(tmp_path: Path) -
     repeated = {"transformer.wte.weight": torch.zeros(1).expand(1 << 15, 1 << 15)}
     with pytest.raises(LoopformerError, match="larger than its data"):
         loopformer.load_official(_pt(tmp_path / "repeated.pt", repeated), heads=4, loops=8)
+    with pytest.raises(LoopformerError, match=r"^The tensor x{79}… is not one of a published"):
+        loopformer.load_official(_pt(tmp_path / "named.pt", {"x" * 10_000: torch.zeros(1)}), heads=4, loops=8)
     with pytest.raises(LoopformerError, match="under 3, which is not a name"):
         loopformer.load_official(_pt(tmp_path / "numbered.pt", {3: torch.zeros(1)}), heads=4, loops=8)
+
+
+class Allocated:
+    """Pickles as a call that allocates a tensor, which the reader allows."""
+
+    def __reduce__(self) -> tuple[type[Tensor], tuple[int, int]]:
+        return (torch.FloatTensor, (1 << 13, 1 << 13))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(64, 32, device="meta"),
+        lambda: torch.zeros(64, 32).to_sparse(),
+        lambda: torch.zeros(64, 32).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.zeros(3, 2), torch.zeros(2, 2)]),
+        Allocated,
+    ],
+    ids=["meta", "coo", "csr", "nested", "allocated"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+def test_tensors_without_data_in_the_file_are_refused(tmp_path: Path, make: Callable[[], object]) -> None:
+    path = _pt(tmp_path / "m.pt", {"transformer.wte.weight": make()})
+    with pytest.raises(LoopformerError, match=rf"wte\.weight of {path} is larger than its data; save a full copy"):
+        loopformer.load_official(path, heads=4, loops=8)
+
+
+def test_a_checkpoint_that_unpacks_to_more_than_its_size_is_refused_unread(tmp_path: Path) -> None:
+    saved = _pt(tmp_path / "saved.pt", {"transformer.wte.weight": torch.zeros(1 << 20)})
+    with zipfile.ZipFile(saved) as stored, zipfile.ZipFile(tmp_path / "m.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in stored.namelist():
+            packed.writestr(name, stored.read(name))
+    assert (tmp_path / "m.pt").stat().st_size < 1 << 16
+    with pytest.raises(LoopformerError, match=r"m\.pt is compressed, as torch\.save never does; save it again"):
+        loopformer.load_official(tmp_path / "m.pt", heads=4, loops=8)
+
+
+def test_a_checkpoint_of_an_unreadable_version_is_one_sentence(tmp_path: Path) -> None:
+    saved = _pt(tmp_path / "saved.pt", weights("tmlt"))
+    with zipfile.ZipFile(saved) as stored, zipfile.ZipFile(tmp_path / "m.pt", "w") as changed:
+        for name in stored.namelist():
+            changed.writestr(name, b"9" * 40 if name.endswith("version") else stored.read(name))
+    with pytest.raises(LoopformerError, match="not a complete PyTorch checkpoint"):
+        loopformer.load_official(tmp_path / "m.pt", heads=4, loops=8)
 
 
 def test_a_path_that_is_not_there_is_looked_for_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -463,5 +463,7 @@ def _earlier_files(out: Path) -> list[Any] | None:
         stored = json.loads((out / REPORT).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    is_report = isinstance(stored, dict) and stored.get("format") == REPORT_FORMAT
-    return list(stored.get("files", [])) if is_report else None
+    if not isinstance(stored, dict) or stored.get("format") != REPORT_FORMAT:
+        return None
+    files = stored.get("files")
+    return files if isinstance(files, list) else []

@@ -16,11 +16,11 @@ from typing import Annotated, Any
 from typer import Argument, BadParameter, Context, Option
 from typer.core import TyperCommand, TyperGroup
 
-from loopformer.config import load_run
+from loopformer.config import ModelConfig, from_mapping, load_run
 from loopformer.config.model import BOX, bundled_model_dir
 from loopformer.config.run import list_presets
 from loopformer.errors import REMOVED, FileProblem, LoopformerError, require
-from loopformer.files import read_json, read_yaml
+from loopformer.files import read_json
 
 RUN_FILE, MODEL_FILE = "run.yaml", "config.json"  # a folder with one of these is a run or a model
 MAX_FOLDERS = 2000  # paths that completion looks at on each level
@@ -112,14 +112,12 @@ def complete_budget(context: Context, incomplete: str) -> list[str]:
     model = str(context.params.get("model") or next(iter(context.args), BOX))  # --model, or the first argument
     folder = bundled_model_dir() if model == BOX else Path(model)
     try:
-        if (folder / RUN_FILE).is_file():
-            loops = read_yaml(folder / RUN_FILE)["model"]["loops"]
-        elif (folder / MODEL_FILE).is_file():
-            loops = read_json(folder / MODEL_FILE)["model"]["loops"]
+        if (folder / MODEL_FILE).is_file():
+            config = from_mapping(ModelConfig, read_json(folder / MODEL_FILE).get("model"), "model")
         else:
-            loops = load_run(model)[0].model.loops
-        return complete_from(*(str(budget) for budget in range(1, loops + 1)))(incomplete)
-    except (LoopformerError, OSError, KeyError, TypeError):
+            config = load_run(folder / RUN_FILE if (folder / RUN_FILE).is_file() else model)[0].model
+        return complete_from(*(str(budget) for budget in range(1, config.loops + 1)))(incomplete)
+    except (LoopformerError, OSError):
         return []
 
 

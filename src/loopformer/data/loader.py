@@ -87,7 +87,7 @@ class Windows:
         require(context >= 1, f"The context must be 1 token or more, got {context}.")
         require(limit is None or limit >= 1, f"Validation needs 1 window or more, got {limit}.")
         self._data, self._context, self._documents = data, context, documents
-        self.sizes = tuple((len(source.ids) - 1) // context for source in data.sources)
+        self.sizes = tuple(max(0, len(source.ids) - 1) // context for source in data.sources)
         self._starts = [0, *accumulate(self.sizes)]  # the first window of each source
         if not self._starts[-1]:
             raise _too_short_error(f"{data.split} split", data.tokens, context)

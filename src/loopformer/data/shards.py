@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from loopformer.config.model import check_settings
 from loopformer.data.tokenizer import TOKENIZER_FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
@@ -48,8 +49,11 @@ class Shard:
     """One finished shard, as the index lists it."""
 
     file: str
-    items: int
+    items: int = field(metadata={"minimum": 1})
     sha256: str
+
+    def __post_init__(self) -> None:
+        check_settings(self, "shard")
 
 
 class ShardWriter:
@@ -177,9 +181,12 @@ class SourceData:
     """The tokens of one source; `flags` (LOSS, LAST of tokenizer.py) only if its examples are supervised."""
 
     name: str
-    weight: float | None
+    weight: float | None = field(metadata={"above": 0})
     ids: ShardedArray
     flags: ShardedArray | None
+
+    def __post_init__(self) -> None:
+        check_settings(self, "source")
 
 
 @dataclass(frozen=True)
@@ -189,9 +196,12 @@ class TokenData:
     folder: Path
     split: str
     sources: tuple[SourceData, ...]
-    vocab_size: int
+    vocab_size: int = field(metadata={"minimum": 1})
     eot: int
     index_hash: str
+
+    def __post_init__(self) -> None:
+        check_settings(self, "data")
 
     @classmethod
     def open(cls, folder: Path | str, split: str = "train") -> TokenData:
@@ -218,15 +228,18 @@ class TokenData:
                     flags = ShardedArray(folder, masks, np.uint8) if masks else None
                     sources.append(SourceData(source["name"], source["weight"], ids, flags))
             stored = index["tokenizer"]
+            tokenizer_hash = stored["sha256"]
             data = cls(folder, split, tuple(sources), stored["vocab_size"], stored["end"], sha256_of(path))
-        except (KeyError, TypeError, AttributeError) as error:
+        except FileProblem:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # ValueError: a wrong type or bound
             raise damaged_folder_error(path) from error
         if not sources:
             raise FileProblem(f"{folder} has no {split} split; prepare it again with another --val-fraction.")
         tokenizer = folder / TOKENIZER_FILE
         if not tokenizer.is_file():
             raise FileProblem(f"{tokenizer} is missing; restore it or prepare the folder again.")
-        if sha256_of(tokenizer) != stored["sha256"]:
+        if sha256_of(tokenizer) != tokenizer_hash:
             raise FileProblem(
                 f"{tokenizer} is not the tokenizer that made these shards; restore it or prepare the folder again."
             )

@@ -25,9 +25,11 @@ the ids up to and including "Assistant:".
 
 from __future__ import annotations
 
+import base64
 import copy
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -44,7 +46,7 @@ import numpy.typing as npt
 
 from loopformer.config.model import BOX, bundled_model_dir
 from loopformer.data.splits import clean, cut
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, require, shortened
 from loopformer.files import write_atomic
 
 if TYPE_CHECKING:
@@ -54,7 +56,10 @@ TOKENIZER_FILE = "tokenizer.json"
 END_TOKEN = "<|endoftext|>"
 _END_NAMES = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 _MAX_GROWTH = 100  # how many times as long a text may become; Unicode normalization alone reaches 18
+_MAX_POSSIBLE_GROWTH = 1000  # by the lengths of what replacements write; few texts come near it
 _MAX_PROBE_CHARS = 1000  # of the texts that growth is measured on
+_MAX_VOCAB = 1 << 24  # as of a model
+_NO_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
 _END_OF_TEXTS = b"\n"  # tells the training process that all texts were sent; JSON is never an empty line
 _PIECE_CHARS = (1 << 12, 1 << 16)  # fewest and most of a training text; the trainer buffers hundreds of texts
 _MAX_TRAINING_CHARS = 256 << 20
@@ -74,14 +79,16 @@ class Tokenizer:
     def __init__(self, text: str, name: str = TOKENIZER_FILE) -> None:
         self._text = text
         try:
-            self._tokenizer = self._parse()
-        except Exception as error:  # the library raises plain Exception
-            raise FileProblem(f"{name} is not a tokenizer that the tokenizers library can read.") from error
-        with _explain_encode_errors(self._tokenizer):
             grows = _grows_too_long(json.loads(text))
+            if not grows:  # parsing already normalizes added tokens
+                self._tokenizer = self._parse()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises plain Exception, and a panic is a BaseException
+            raise FileProblem(f"{name} is not a tokenizer that the tokenizers library can read.") from error
         if grows:
             raise FileProblem(
-                f"{name} would make some texts more than {_MAX_GROWTH} times as long; use another tokenizer."
+                f"{name} could make a text more than {_MAX_GROWTH} times as long; use another tokenizer."
             )
         self._tokenizer.encode_special_tokens = True  # despite its name: encode them as ordinary text
         ends = [end_id for end in _END_NAMES if (end_id := self._tokenizer.token_to_id(end)) is not None]
@@ -108,6 +115,34 @@ class Tokenizer:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens of a text, without encoding it; 0 where nothing is certain."""
+        return 0 if self._max_token_chars is None else -(-len(text) // self._max_token_chars)
+
+    @cached_property
+    def _max_token_chars(self) -> int | None:
+        """The most characters that one token can stand for, or None if it is not certain.
+
+        It is certain for byte-level BPE that knows every byte, if nothing drops or merges characters on the way.
+        """
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        saved = json.loads(self._tokenizer.to_str())  # as the library has read it
+        model, added, splitter = saved["model"], saved.get("added_tokens", ()), saved.get("pre_tokenizer") or {}
+        splitters = splitter.get("pretokenizers") or [splitter]
+        kinds = {each.get("type") for each in splitters}
+        keeps_all = (
+            model.get("type") == "BPE"
+            and not saved.get("normalizer")
+            and "ByteLevel" in kinds <= {"ByteLevel", "Digits", "Punctuation", "Split"}
+            and not any(each.get("behavior") == "Removed" for each in splitters)
+            and set(ByteLevel.alphabet()) <= model["vocab"].keys()  # BPE drops unknown characters
+            and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
+            and not any(token["lstrip"] or token["rstrip"] for token in added)  # they take spaces beside them
+            and bool(self.encode("a"))  # a post-processor can leave out the text
+        )
+        return max(map(len, (*model["vocab"], *(token["content"] for token in added)))) if keeps_all else None
+
     def encode_template(self, text: str) -> list[int]:
         """The ids of the output of a chat template, where special tokens are encoded as such."""
         with _explain_encode_errors(self._tokenizer):
@@ -132,9 +167,9 @@ class Tokenizer:
 
     def with_end_token(self, token: str) -> Tokenizer:
         """The same tokenizer with another end token."""
-        end_id = self._tokenizer.token_to_id(token)
+        end_id = self._tokenizer.get_vocab(with_added_tokens=True).get(token)
         if end_id is None:
-            raise LoopformerError(f"The tokenizer has no token {token!r} that could end a text.")
+            raise LoopformerError(f"The tokenizer has no token {shortened(repr(token))} that could end a text.")
         other = copy.copy(self)
         other.eot = end_id
         return other
@@ -158,7 +193,9 @@ class Tokenizer:
     def _byte_lengths(self) -> list[int] | None:
         """Bytes of each id of a byte-level tokenizer; None for other kinds."""
         saved = json.loads(self._text)
-        decoder = saved.get("decoder") or {}
+        decoder = saved.get("decoder")
+        if not isinstance(decoder, dict):
+            return None
         if "ByteLevel" not in [part["type"] for part in (decoder, *decoder.get("decoders", ())) if part]:
             return None
         lengths = [0] * self.vocab_size
@@ -262,7 +299,8 @@ def training_pieces(documents: Iterable[Sequence[str]], shares: int = 1) -> Iter
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    require(vocab_size >= 257, f"A byte-level tokenizer needs 257 ids or more, got {vocab_size}.")
+    fits = 257 <= vocab_size <= _MAX_VOCAB
+    require(fits, f"A byte-level tokenizer has 257 ids or more, up to {_MAX_VOCAB:,}; got {shortened(vocab_size)}.")
 
 
 def _train(texts: Iterable[str], vocab_size: int) -> str:
@@ -329,43 +367,72 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
 
 
 def _grows_too_long(saved: dict[str, Any]) -> bool:
-    """Whether the normalizer, pre-tokenizer or decoder makes a short text over `_MAX_GROWTH` times as long.
+    """Whether the normalizer, pre-tokenizer or decoder can make a text far longer.
 
-    A chain of replacements can make a text of gigabytes. So the steps run one at a time, on the shortest probes
-    first. The probes are the strings of the settings, which include what the steps replace, and some characters.
+    A chain of replacements can make a text of gigabytes. So first look at the lengths of what they write. Then run
+    the steps one at a time, on the shortest probes first. The probes are the strings of the settings, which include
+    what the steps replace, and some characters.
     """
-    encoder = [*_steps("normalizer", saved.get("normalizer")), *_steps("pre_tokenizer", saved.get("pre_tokenizer"))]
-    decoder = [*_steps("decoder", saved.get("decoder"))]
-    settings = [saved.get(component) for component in ("normalizer", "pre_tokenizer", "decoder")]
-    strings = {string for string in _strings(settings) if 0 < len(string) <= _MAX_PROBE_CHARS}
+    import tokenizers
+
+    # The library ignores keys that it does not know, so judge what it has read.
+    components = {component: saved.get(component) for component in ("normalizer", "pre_tokenizer", "decoder")}
+    saved = json.loads(tokenizers.Tokenizer.from_str(json.dumps({"model": _NO_MODEL, **components})).to_str())
+    parts = {component: [*_parts(saved[component])] for component in components}
+    chains = [("normalizer", "pre_tokenizer"), ("decoder",)]
+    for chain in chains:
+        if math.prod(_possible_growth(part) for each in chain for part in parts[each]) > _MAX_POSSIBLE_GROWTH:
+            return True
+    strings = {string for string in _strings([*parts.values()]) if 0 < len(string) <= _MAX_PROBE_CHARS}
+    steps = [[_step(each, part) for each in chain for part in parts[each]] for chain in chains]
     for probe in sorted(strings.union(printable, "é日😀ﷺ", *strings), key=len):
-        for steps in (encoder, decoder):
+        for chain_steps in steps:
             text = probe
-            for step in steps:
+            for step in chain_steps:
                 text = step(text)
                 if len(text) > _MAX_GROWTH * len(probe):
                     return True
     return False
 
 
-def _steps(component: str, settings: dict[str, Any] | None) -> Iterator[Callable[[str], str]]:
-    """The steps of a component of a tokenizer, each as a function from text to text."""
-    import tokenizers
-
+def _parts(settings: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The settings of the steps of a component, in order."""
     if settings is None:
         return
-    if children := settings.get("normalizers") or settings.get("pretokenizers") or settings.get("decoders"):
-        for child in children:
-            yield from _steps(component, child)
+    if settings["type"] != "Sequence":
+        yield settings
         return
-    model = {"type": "BPE", "vocab": {}, "merges": []}
-    step: Any = getattr(tokenizers.Tokenizer.from_str(json.dumps({"model": model, component: settings})), component)
+    for child in settings.get("normalizers") or settings.get("pretokenizers") or settings.get("decoders") or ():
+        yield from _parts(child)
+
+
+def _possible_growth(part: dict[str, Any]) -> float:
+    """At most how many times as long a step makes a text by what it writes for some characters only.
+
+    It is 1 for the steps of other kinds: these treat all characters alike, so the probes show how they grow.
+    """
+    if part["type"] == "Replace":
+        pattern, content = part["pattern"].get("String"), part["content"]
+        # A regular expression may match before every character, and leave it there.
+        return max(1.0, len(content) / len(pattern)) if pattern else 1 + len(content)
+    if part["type"] == "Precompiled":
+        charsmap = base64.b64decode(part["precompiled_charsmap"] or "")  # the size of an index, the index, strings
+        written = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+        return max(1, *(len(string.decode(errors="replace")) for string in written.split(b"\0")))
+    return 1
+
+
+def _step(component: str, part: dict[str, Any]) -> Callable[[str], str]:
+    """A step of a component as a function from text to text."""
+    import tokenizers
+
+    step: Any = getattr(tokenizers.Tokenizer.from_str(json.dumps({"model": _NO_MODEL, component: part})), component)
     if component == "normalizer":
-        yield step.normalize_str
-    elif component == "pre_tokenizer":
-        yield lambda text: "".join(piece for piece, _ in step.pre_tokenize_str(text))
-    else:
-        yield lambda text: step.decode([text])
+        normalize: Callable[[str], str] = step.normalize_str
+        return normalize
+    if component == "pre_tokenizer":
+        return lambda text: "".join(piece for piece, _ in step.pre_tokenize_str(text))
+    return lambda text: step.decode([text])
 
 
 def _strings(settings: Any) -> Iterator[str]:
@@ -429,8 +496,9 @@ def parse_example(record: dict[str, Any], where: str) -> Example:
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if role not in tuple(ROLES) or not isinstance(content, str):
+            shown = shortened(repr(role))
             raise LoopformerError(
-                f"{where} has a turn of role {role!r}; each needs a role of {', '.join(ROLES)} and text."
+                f"{where} has a turn of role {shown}; each needs a role of {', '.join(ROLES)} and text."
             )
         if role == "assistant":
             segments += [Segment(context + ROLES[role], False), Segment(" " + clean(content), True)]

@@ -62,7 +62,7 @@ class Store:
     def get(self, key: Mapping[str, Any]) -> JsonDict | None:
         """The value stored under this key; None if there is none or its file is damaged."""
         path = self._path(key)
-        with suppress(FileProblem, KeyError):
+        with suppress(FileProblem, KeyError, TypeError, ValueError):
             if path is not None and path.is_file():
                 return dict(read_json(path)["value"])
         return None

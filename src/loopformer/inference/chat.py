@@ -54,7 +54,8 @@ def was_tuned_to_answer(model: str | Path) -> bool | None:
     if find_chat_template(folder, run) is not None:
         return True
     if run is None:
-        return is_model_folder(folder) and TUNED in read_json(folder / CONFIG).get("source", {})
+        source = read_json(folder / CONFIG).get("source") if is_model_folder(folder) else None
+        return isinstance(source, dict) and TUNED in source
     try:
         settings = load_run(run / SETTINGS)[0].data
         if settings.states is not None:
@@ -134,7 +135,7 @@ class ChatTemplate:
                 messages=list(messages), add_generation_prompt=True, bos_token=end, eos_token=end, pad_token=end
             )
         except Exception as error:  # a template is a program, so it can raise anything
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise LoopformerError(f"The model's chat template fails ({reason}); correct its {TEMPLATE}.") from error
 
     @cached_property

@@ -12,8 +12,8 @@ script pickles is replaced by an inert record. A file that needs any other class
 
 from __future__ import annotations
 
-import pickle
 import re
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from loopformer.config import Conditioning, ModelConfig
-from loopformer.errors import FileProblem, LoopformerError, nearest, require
+from loopformer.errors import FileProblem, LoopformerError, nearest, require, shortened
 from loopformer.files import read_json
 from loopformer.loading.folder import (
     CONFIG,
@@ -91,7 +91,7 @@ def from_state_dict(tensors: dict[str, Tensor], heads: int | None = None, loops:
     for name in published:
         if name not in names and name != "lm_head.weight":
             raise FileProblem(
-                f"The tensor {name} is not one of a published LoopFormer, TMLT, Base-Loop or Base model."
+                f"The tensor {shortened(name)} is not one of a published LoopFormer, TMLT, Base-Loop or Base model."
             )
     check_dtypes(published)
     head, tokens = published.pop("lm_head.weight", None), published.get("transformer.wte.weight")
@@ -228,6 +228,10 @@ def read_folder(folder: Path) -> tuple[Tensors, Settings]:
 def read_pt(path: Path) -> tuple[Tensors, Settings]:
     """Tensors and settings of a checkpoint of the published training script, or of a bare state dict."""
     try:
+        size = path.stat().st_size
+        with zipfile.ZipFile(path) as archive:
+            if sum(member.file_size for member in archive.infolist()) > size:
+                raise FileProblem(f"{path} is compressed, as torch.save never does; save it again with torch.save.")
         inert_classes: list[Any] = [
             _inert_class(name, path) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)
         ]
@@ -235,7 +239,7 @@ def read_pt(path: Path) -> tuple[Tensors, Settings]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except FileProblem:
         raise
-    except (RuntimeError, ValueError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # unpickling damaged bytes can raise anything
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise FileProblem(
             f"{path} is not a complete PyTorch checkpoint ({reason}); fetch or save it again."
@@ -254,10 +258,8 @@ def read_pt(path: Path) -> tuple[Tensors, Settings]:
         if not isinstance(name, str):
             raise FileProblem(f"{path} has a tensor under {name!r}, which is not a name; save a state dict.")
         # A small file can declare a huge tensor (stride 0, sparse layout). Copying it would exhaust the memory.
-        if (
-            tensor.layout != torch.strided
-            or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
-        ):
+        is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+        if not is_plain or tensor.numel() * tensor.element_size() > min(size, tensor.untyped_storage().nbytes()):
             raise FileProblem(f"The tensor {name} of {path} is larger than its data; save a full copy of it.")
     return tensors, settings
 

@@ -80,10 +80,7 @@ def write_checkpoint(
                     part.parent.rmdir()
             kept = checkpoints(run)
             last = f"the last good one is {kept[-1]}" if kept else "there is no earlier one"
-            cause = failure
-            if isinstance(failure, CheckpointException) and failure.failures:
-                # The error of the first rank: the exception itself prints the tracebacks of all.
-                cause = failure.failures[min(failure.failures)][0]
+            cause = _first_cause(failure)
             reason = " ".join(str(cause or "on another rank").split())
             advice = remedy(cause) if cause is not None else "see the message of that rank"
             raise FileProblem(
@@ -91,6 +88,13 @@ def write_checkpoint(
                 f"{advice.capitalize()} and continue with --resume."
             ) from failure
     return path
+
+
+def _first_cause(failure: BaseException | None) -> BaseException | None:
+    """The error of the first rank: a CheckpointException itself prints the tracebacks of all."""
+    if isinstance(failure, CheckpointException) and failure.failures:
+        return failure.failures[min(failure.failures)][0]
+    return failure
 
 
 def _seal(part: Path) -> None:
@@ -141,12 +145,23 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
+def not_resumable(checkpoint: Path, reason: str) -> FileProblem:
+    """The error for a checkpoint whose checksums match, but whose content training never wrote."""
+    return FileProblem(f"{reason}; move {checkpoint} away, so that --resume continues from an earlier checkpoint.")
+
+
 def restore_optimizer(model: nn.Module, optimizer: ModelOptimizer, checkpoint: Path, updates: int) -> None:
-    """Load the optimizer's state, whatever number of ranks wrote it."""
+    """Load the optimizer's state, whatever number of ranks wrote it. Raises if it is not this optimizer's."""
     # `load` fills these tensors in place: they are the optimizer's own state.
     tensors = optimizer.tensors(model)
     with warnings.catch_warnings():
         # torch warns of a missing process group, which a single process does not need.
         warnings.simplefilter("ignore", UserWarning)
-        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(checkpoint / OPTIMIZER)))
+        try:
+            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(checkpoint / OPTIMIZER)))
+        except CheckpointException as error:
+            reason = " ".join(str(_first_cause(error)).split())
+            raise not_resumable(
+                checkpoint, f"{checkpoint / OPTIMIZER} is not the state of this run's optimizer ({reason[:200]})"
+            ) from error
     optimizer.set_updates(updates)

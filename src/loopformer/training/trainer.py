@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.config import RunConfig, run_to_yaml
-from loopformer.config.model import with_current_keys
+from loopformer.config.model import check_settings, from_mapping, setting
 from loopformer.config.run import validation_budgets
 from loopformer.data.loader import IGNORE_INDEX, Batch, Loader, Prefetcher, Windows
 from loopformer.data.shards import TokenData
 from loopformer.data.states import Group, StateLoader, StateWindows, open_data
 from loopformer.device import available_bytes, device_name
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, require, shortened
 from loopformer.files import read_json, write_atomic
 from loopformer.loading import find_model
 from loopformer.loading.folder import (
@@ -42,11 +42,14 @@ from loopformer.loading.folder import (
     check_finite,
     latest_good_checkpoint,
     load_model,
+    read_config,
     save_model,
+    step_of,
 )
 from loopformer.model import LoopedLM
 from loopformer.training.checkpoint import (
     delete_old_checkpoints,
+    not_resumable,
     remove_leftovers,
     restore_optimizer,
     set_aside_newer,
@@ -78,19 +81,33 @@ class TrainingState:
     """What a checkpoint holds besides tensors: counters, the data's hash, and the random generator."""
 
     step: int = 0
-    updates: int = 0  # steps that changed the weights; the others had a non-finite gradient
+    updates: int = setting(0, "Steps that changed the weights; the others had a non-finite gradient.", minimum=0)
     bad_in_a_row: int = 0
     tokens: int = 0
     best_step: int | None = None
     best_loss: float | None = None
-    micro_batch: int = 0
+    micro_batch: int = setting(0, "Sequences at a time on one device.", minimum=1)
     micro_batch_found: bool = False  # whether `auto` chose it, for the world, device and execution mode below
     device: str = ""
     execution_mode: str = ""
     world: int = 1
-    threads: int = 0
+    threads: int = setting(0, "CPU threads.", minimum=1, maximum=1 << 16)
     data: str = ""  # hash of the data's index
-    rng: list[int] = field(default_factory=list)
+    rng: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, checkpoint: Path, run: RunConfig) -> TrainingState:
+        """The state in a checkpoint of a run. Raises if it is not one that training wrote."""
+        path = checkpoint / STATE
+        try:
+            state = from_mapping(cls, read_json(path), str(path))
+            check_settings(state, str(path))
+            require(state.step == step_of(checkpoint), f"{path}: step is {shortened(state.step)}.")
+            fits = state.micro_batch <= run.training.batch
+            require(fits, f"{path}: micro_batch is {shortened(state.micro_batch)}, above training.batch.")
+        except LoopformerError as error:
+            raise not_resumable(checkpoint, str(error).removesuffix(".")) from error
+        return state
 
 
 class Trainer:
@@ -168,7 +185,10 @@ class Trainer:
         state.world, state.device, state.execution_mode = setup
 
     def _restore_state(self, checkpoint: Path, data: TokenData | Group) -> TrainingState:
-        state = TrainingState(**with_current_keys(read_json(checkpoint / STATE)))
+        state = TrainingState.read(checkpoint, self.run)
+        if read_config(checkpoint) != self.run.model:
+            settings, saved = self.out / SETTINGS, checkpoint / SETTINGS
+            raise FileProblem(f"{settings} has other model settings than {saved}; copy that file over it.")
         if state.data != data.index_hash:
             raise LoopformerError(
                 f"The data in {self.run.data.states or self.run.data.path} is not what this run was trained on; "
@@ -176,7 +196,10 @@ class Trainer:
             )
         if self.ranks.device.type == "cpu" and self.run.training.threads is None:
             torch.set_num_threads(state.threads)  # with another number of threads, sums differ in their last bits
-        torch.set_rng_state(torch.tensor(state.rng, dtype=torch.uint8))
+        try:
+            torch.set_rng_state(torch.tensor(state.rng, dtype=torch.uint8))
+        except (RuntimeError, ValueError) as error:
+            raise not_resumable(checkpoint, f"{checkpoint / STATE} has no state of the generator as rng") from error
         return state
 
     def train(self) -> dict[str, Any]:
@@ -379,7 +402,7 @@ class Trainer:
         """Write a checkpoint. Every rank must call it, because gathering sharded weights is collective."""
         state = self.state
         state.threads = torch.get_num_threads()
-        state.rng = torch.get_rng_state().tolist()
+        state.rng = tuple(torch.get_rng_state().tolist())
         tensors = {name: full_tensor(tensor).detach() for name, tensor in self.model.state_dict().items()}
         moments = self.optimizer.tensors(self.model)
 
