@@ -364,6 +364,15 @@ def test_other_hosts_methods_and_kinds_of_content_are_refused(server: RunningSer
     assert "access-control-allow-origin" not in answer.headers
 
 
+def test_a_client_cannot_choose_the_address_that_it_counts_as(server: RunningServer) -> None:
+    assert server.service is not None
+    by_client = server.service.admission.by_client
+    headers = {"x-forwarded-for": "192.0.2.7", "x-forwarded-proto": "https", "forwarded": "for=192.0.2.7"}
+    server.wait_for("num_clients", 0)
+    with server.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}, headers=headers):
+        assert dict(by_client) == {"127.0.0.1": 1}
+
+
 def test_broken_connections_leave_it_answering(server: RunningServer) -> None:
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
     post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n"

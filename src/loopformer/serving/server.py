@@ -284,6 +284,7 @@ class DrainingServer(uvicorn.Server):
             access_log=False,
             lifespan="off",
             server_header=False,
+            proxy_headers=False,  # uvicorn would believe the address that any client on loopback sends
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )
