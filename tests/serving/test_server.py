@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -244,7 +245,8 @@ def test_sigterm_finishes_what_runs_and_refuses_the_rest(launched: Launched, lm:
 
 
 def test_the_engine_ends_with_a_server_that_is_killed(launched: Launched) -> None:
-    """Before, pages that it knows may ask it, and it writes down what it is asked."""
+    """Before, pages that it knows may ask it. It writes down what it is asked, but no odd requests, which could
+    fill the log."""
     url, engine, _ = launched.to_kill.greeting()
     server = launched.to_kill.process
     with httpx.Client(base_url=url, timeout=MAX_WAIT, verify=False) as client:
@@ -254,8 +256,14 @@ def test_the_engine_ends_with_a_server_that_is_killed(launched: Launched) -> Non
             asked = {"origin": origin, "access-control-request-method": "POST"}
             answer = client.options("/v1/completions", headers=asked)
             assert answer.headers.get("access-control-allow-origin") == allowed
+        assert client.get("/health", headers={"connection": "upgrade", "upgrade": "websocket"}).status_code == 200
+        with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as odd:
+            odd.sendall(b"what is this?\r\n\r\n")
+            assert odd.recv(100).startswith(b"HTTP/1.1 400 ")
+        assert client.post("/v1/completions", json=SHORT).status_code == 200
     assert server.stderr is not None
-    assert json.loads(server.stderr.readline())["prompts"] == [SHORT["prompt"]]
+    for _ in range(3):
+        assert json.loads(server.stderr.readline())["prompts"] == [SHORT["prompt"]]
     server.kill()
     wait_until(lambda: not is_alive(engine))
 

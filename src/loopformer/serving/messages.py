@@ -156,4 +156,5 @@ def log_as_json() -> None:
     for name in ("loopformer", "uvicorn"):
         logging.getLogger(name).handlers = [handler]
         logging.getLogger(name).setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    # Its warnings are about odd requests, with which a client could fill the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
