@@ -55,6 +55,12 @@ def require(condition: bool, sentence: str) -> None:
         raise LoopformerError(sentence)
 
 
+def shortened(value: object) -> str:
+    """A value as an error shows it, cut to 80 characters."""
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
 def nearest(word: str, known: list[str], otherwise: str | None = None) -> str:
     """A hint for a misspelt word: the nearest valid word, else `otherwise` or all valid words."""
     close = difflib.get_close_matches(word, known, n=1)

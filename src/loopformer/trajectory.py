@@ -22,7 +22,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, shortened
 
 Number = Fraction | int | float | str
 Sampler = Literal["compositions", "sequential", "uniform", "continuous"]
@@ -126,9 +126,8 @@ class Trajectory:
                 return cls(plain.split(","))
         except (ZeroDivisionError, _NotANumber):
             pass
-        shown = repr(text) if len(plain) <= 100 else f"{plain[:100]!r}…"
         raise LoopformerError(
-            f"Cannot read {shown} as a trajectory; write a budget (4), weights (2-1-2-3), "
+            f"Cannot read {shortened(text)!r} as a trajectory; write a budget (4), weights (2-1-2-3), "
             "steps that sum to 1 (0.25,0.25,0.5 or 1/4,1/4,1/2) or a family (cosine:4)."
         )
 
@@ -199,11 +198,12 @@ def _check_budget(given: int, loops: int | None = None) -> int:
     except TypeError:
         budget = 0
     if budget < 1:
-        raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {given!r}.")
+        raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {shortened(repr(given))}.")
     if loops is not None and budget > loops:
-        raise LoopformerError(f"Budget {budget} is above the model's {loops} loops; choose 1 to {loops}.")
+        sentence = f"Budget {shortened(budget)} is above the model's {loops} loops; choose 1 to {loops}."
+        raise LoopformerError(sentence)
     if budget > MAX_STEPS:
-        raise LoopformerError(f"A trajectory has at most {MAX_STEPS} steps, not {budget}.")
+        raise LoopformerError(f"A trajectory has at most {MAX_STEPS} steps, not {shortened(budget)}.")
     return budget
 
 
