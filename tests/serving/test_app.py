@@ -406,6 +406,36 @@ def test_a_body_with_two_lengths_is_refused_and_the_connection_closed(
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
+@pytest.mark.parametrize(("pieces", "size", "status"), [(5000, 1, 400), (20_000, 16, 404)])
+def test_a_body_in_thousands_of_tiny_pieces_is_refused(
+    server: RunningServer, pieces: int, size: int, status: int
+) -> None:
+    body = b'{"prompt": "", "model": "other"}'.ljust(pieces * size)
+    chunks = [b"%x\r\n%s\r\n" % (size, body[start : start + size]) for start in range(0, len(body), size)]
+    post = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(post + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(chunks) + b"0\r\n\r\n")
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert answer.endswith(b"}}")  # an error in OpenAI's form
+    assert (b"tiny pieces" in answer) == (status == 400)
+
+
+def test_a_wrong_end_of_a_body_after_its_answer_just_closes_the_connection(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    post = b"POST /tokenize HTTP/1.1\r\nHost: evil.example\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(post)
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(4096)
+        connection.sendall(b"no length\r\n")
+        assert connection.recv(4096) == b""
+    assert answer.startswith(b"HTTP/1.1 403 ")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_a_websocket_is_never_opened(server: RunningServer) -> None:
     upgrade = {
         "connection": "upgrade",
