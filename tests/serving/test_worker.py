@@ -16,7 +16,7 @@ from loopformer.errors import RunFailed
 from loopformer.inference.engine import warm_up
 from loopformer.inference.request import Event
 from loopformer.serving import worker
-from loopformer.serving.messages import EngineStats, ScoreRequest, Submit, WorkerSettings
+from loopformer.serving.messages import Cancel, EngineStats, ScoreRequest, Submit, WorkerSettings
 from loopformer.serving.protocol import ApiError
 from loopformer.serving.worker import _client_error, _Worker, load_served, score_tokens, top_tokens_by_loop
 
@@ -122,7 +122,30 @@ def test_scoring_leaves_half_of_the_time_to_texts(lm: LM, monkeypatch: pytest.Mo
     for after, left in ((0.0, 2), (1.9, 2), (0.2, 1), (1.0, 1), (1.1, 0)):
         now += after
         working._score()
-        assert len(working._score_queue) == left
+        assert sum(map(len, working._score_queues.values())) == left
+
+
+def test_clients_take_turns_to_be_scored(lm: LM) -> None:
+    working = _Worker(lm, lm.engine(rows=1, fast=False), multiprocessing.Pipe()[1], heartbeat_seconds=1)
+
+    def wait(first: int, count: int, client: str) -> None:
+        for number in range(first, first + count):
+            working._receive(ScoreRequest(number, (1, 2), Trajectory.uniform(1), 1, True, client))
+
+    def scored() -> int:
+        working._score()
+        return working._outputs[-1].number
+
+    wait(0, 100, "many")
+    assert scored() == 0
+    wait(200, 3, "few")
+    wait(300, 1, "one")
+    working._receive(Cancel(201))
+    assert [scored() for _ in range(6)] == [1, 200, 300, 2, 202, 3]
+    for number in range(4, 100):
+        working._receive(Cancel(number))
+    working._score()
+    assert working._outputs[-1].number == 3  # nobody is left
 
 
 @pytest.mark.parametrize(

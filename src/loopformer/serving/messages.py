@@ -82,6 +82,7 @@ class ScoreRequest(NamedTuple):
     trajectory: Trajectory
     top: int
     by_loop: bool
+    client: str = ""
 
 
 class Cancel(NamedTuple):
