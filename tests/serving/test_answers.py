@@ -1,13 +1,18 @@
 """The JSON of answers, where it depends on the request or the state of a text."""
 
+import itertools
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loopformer import LM, Trajectory
 from loopformer.inference.chat import ChatTemplate
+from loopformer.inference.detokenizer import TextStream
 from loopformer.inference.request import Choice, Event, Reason, Result
 from loopformer.serving.answers import AnswerWriter, ChatWriter, CompletionWriter, count_usage
 from loopformer.serving.protocol import ChatBody, CompletionBody, Served
@@ -49,6 +54,36 @@ def test_a_chunk_has_what_is_new_and_null_on_purpose(served: Served) -> None:
         assert set(content) == {"id", "object", "created", "model", "choices"}
         (choice,) = content["choices"]
         assert choice == {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+@pytest.mark.parametrize("kind", [CompletionWriter, ChatWriter])
+@given(sizes=st.lists(st.integers(1, 5), min_size=1))
+def test_the_tokens_of_an_event_are_told_one_by_one(
+    served: Served, kind: type[CompletionWriter] | type[ChatWriter], sizes: list[int]
+) -> None:
+    """However many of them an event has, even if it ends within a character."""
+    text = "its naïve 😀 time 時"
+    choices = [Choice(token, -token / 8, ((token, -token / 8),)) for token in served.tokenizer.encode(text)]
+    fields = {"logprobs": True, "top_logprobs": 1} if kind is ChatWriter else {"logprobs": 1}
+
+    def logprobs_of(sizes: Iterable[int]) -> tuple[str, dict[str, list[Any]]]:
+        answer, stream, left = writer(kind, served, **fields), TextStream(served.tokenizer), choices
+        shown, told = "", dict[str, list[Any]]()
+        for size in sizes:
+            new, left = left[:size], left[size:]
+            piece = stream.push(*(choice.token for choice in new)) + ("" if left else stream.finish())
+            (choice,) = json.loads(answer.chunk(0, Event(0, piece, None, tuple(new))).to_json())["choices"]
+            shown += choice["text"] if kind is CompletionWriter else choice["delta"]["content"]
+            for name, values in choice["logprobs"].items():
+                told.setdefault(name, []).extend(values or ())
+            if not left:
+                break
+        return shown, told
+
+    shown, told = logprobs_of(itertools.chain(sizes, itertools.repeat(3)))
+    assert shown == text
+    assert (shown, told) == logprobs_of(itertools.repeat(1))
+    assert len(told["content" if kind is ChatWriter else "token_ids"]) == len(choices)
 
 
 def test_texts_are_known_by_their_index_and_echo_their_own_prompts(served: Served) -> None:
