@@ -240,13 +240,16 @@ class LM:
         return [resolved] * rows if isinstance(resolved, Trajectory) else resolved
 
     def _encode(self, text: str) -> list[int]:
-        """The token ids of a text. Raises if it is not a str that UTF-8 can encode."""
+        """The token ids of a text. Raises if it is not a str that UTF-8 can encode, or too long for sure."""
         if not isinstance(text, str):
             raise LoopformerError(f"A prompt or text must be text, got {text!r}.")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise LoopformerError("The text holds a character that UTF-8 cannot encode; remove it.") from error
+        # Encoding takes a second per few megabytes, so do not encode a text that will be refused for its length.
+        fewest, context = self.need_tokenizer().fewest_tokens(text), self.model.config.context
+        require(fewest <= context, f"A text has at least {fewest} tokens but the context is {context}; shorten it.")
         return self.need_tokenizer().encode(text)
 
     def need_tokenizer(self) -> Tokenizer:

@@ -139,6 +139,74 @@ def test_normalizers_of_known_models_are_accepted(steps: list[normalizers.Normal
     assert tokenizer.encode("ﷺ the cat é 日") == library.encode("ﷺ the cat é 日").ids
 
 
+def library_tokenizer(normalizer: normalizers.Normalizer | None = None, **added: bool) -> tokenizers.Tokenizer:
+    library = tokenizers.Tokenizer.from_str(TRAINED._text)
+    if normalizer is not None:
+        library.normalizer = normalizer
+    if added:
+        library.add_tokens([tokenizers.AddedToken("the cat sat on the mat", normalized=False, **added)])
+    return library
+
+
+def with_settings(**changes: object) -> Tokenizer:
+    return Tokenizer(json.dumps(SAVED | changes))
+
+
+def tokenizer_of_words() -> Tokenizer:
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "?": 1}, unk_token="?"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens([END_TOKEN])
+    return Tokenizer(library.to_str())
+
+
+def split(behavior: str) -> dict[str, object]:
+    spaces = {"type": "Split", "pattern": {"Regex": r"\s+"}, "behavior": behavior, "invert": False}
+    return {"type": "Sequence", "pretokenizers": [spaces, SAVED["pre_tokenizer"]]}
+
+
+BOUNDED = {
+    "byte-level BPE": TRAINED,
+    "split first": with_settings(pre_tokenizer=split("Isolated")),
+    "a long added token": Tokenizer(library_tokenizer(single_word=False).to_str()),
+}
+UNBOUNDED = {
+    "words": tokenizer_of_words(),
+    "drops accents": Tokenizer(library_tokenizer(normalizers.StripAccents()).to_str()),
+    "drops spaces": with_settings(pre_tokenizer=split("Removed")),
+    "an added token that strips": Tokenizer(library_tokenizer(rstrip=True).to_str()),
+    "not every byte": with_settings(
+        model=SAVED["model"] | {"vocab": {"a": 0, END_TOKEN: 1}, "merges": [], "unk_token": None}
+    ),
+    "leaves out the text": with_settings(
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": END_TOKEN, "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {END_TOKEN: {"id": END_TOKEN, "ids": [0], "tokens": [END_TOKEN]}},
+        }
+    ),
+}
+TEXTS = st.text() | st.lists(
+    st.sampled_from(["the cat sat on the mat", " ", "\n", "é", "e\u0301", "☕", "a", END_TOKEN, "dog"]), max_size=60
+).map("".join)
+
+
+@pytest.mark.parametrize("name", [*BOUNDED, *UNBOUNDED])
+@given(TEXTS)
+def test_no_text_has_fewer_tokens_than_the_bound(name: str, text: str) -> None:
+    tokenizer = (BOUNDED | UNBOUNDED)[name]
+    assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+
+
+def test_the_bound_is_of_use_where_it_is_certain() -> None:
+    for tokenizer in BOUNDED.values():
+        assert tokenizer.fewest_tokens("") == 0
+        assert tokenizer.fewest_tokens("x") == 1
+        assert tokenizer.fewest_tokens("the cat" * 100_000) > 10_000
+    for tokenizer in UNBOUNDED.values():
+        assert tokenizer.fewest_tokens("the cat" * 100_000) == 0
+
+
 def replace(pattern: str, content: str) -> dict[str, object]:
     return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
 

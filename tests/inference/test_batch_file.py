@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from loopformer import LM
-from loopformer.errors import FileProblem, RunFailed
+from loopformer.errors import FileProblem, LoopformerError, RunFailed
 from loopformer.files import open_exclusive
 from loopformer.inference import batch_file
 from loopformer.inference.batch_file import BatchReport, answer_file
@@ -53,6 +54,29 @@ def run(
 
 def read(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_far_too_long_prompt_is_refused_without_encoding_it(
+    lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert lm.tokenizer is not None
+    encoded = list[int]()
+    encode_batch = lm.tokenizer.encode_batch
+
+    def watched(texts: Sequence[str]) -> list[list[int]]:
+        encoded.extend(map(len, texts))
+        return encode_batch(texts)
+
+    monkeypatch.setattr(lm.tokenizer, "encode_batch", watched)
+    (tmp_path / "prompts.jsonl").write_bytes(lines([{"prompt": "every pass " * 100_000}, {"prompt": "told"}]))
+    assert run(lm, tmp_path / "prompts.jsonl", tmp_path / "out") == BatchReport(2, errors=1)
+    first, second = read(tmp_path / "out")
+    assert re.fullmatch(r"A text has at least \d+ tokens but the context is 64; shorten it\.", first["error"])
+    assert second["new_tokens"] == 4
+    for refuse in (lm.generate, lambda text: lm.score([text])):
+        with pytest.raises(LoopformerError, match=r"at least \d+ tokens but the context is 64"):
+            refuse("every pass " * 100_000)
+    assert max(encoded) < 100
 
 
 def test_answers_are_in_order_and_as_alone(lm: LM, source: Path, tmp_path: Path) -> None:

@@ -108,6 +108,34 @@ class Tokenizer:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens of a text, without encoding it; 0 where nothing is certain."""
+        return 0 if self._max_token_chars is None else -(-len(text) // self._max_token_chars)
+
+    @cached_property
+    def _max_token_chars(self) -> int | None:
+        """The most characters that one token can stand for, or None if it is not certain.
+
+        It is certain for byte-level BPE that knows every byte, if nothing drops or merges characters on the way.
+        """
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        saved = json.loads(self._text)
+        model, added, splitter = saved["model"], saved.get("added_tokens", ()), saved.get("pre_tokenizer") or {}
+        splitters = splitter.get("pretokenizers") or [splitter]
+        kinds = {each.get("type") for each in splitters}
+        keeps_all = (
+            model.get("type") == "BPE"
+            and not saved.get("normalizer")
+            and "ByteLevel" in kinds <= {"ByteLevel", "Digits", "Punctuation", "Split"}
+            and not any(each.get("behavior") == "Removed" for each in splitters)
+            and set(ByteLevel.alphabet()) <= model["vocab"].keys()  # BPE drops unknown characters
+            and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
+            and not any(token["lstrip"] or token["rstrip"] for token in added)  # they take spaces beside them
+            and bool(self.encode("a"))  # a post-processor can leave out the text
+        )
+        return max(map(len, (*model["vocab"], *(token["content"] for token in added)))) if keeps_all else None
+
     def encode_template(self, text: str) -> list[int]:
         """The ids of the output of a chat template, where special tokens are encoded as such."""
         with _explain_encode_errors(self._tokenizer):
