@@ -281,7 +281,8 @@ def test_a_request_is_logged_and_counted_once(
     grown = {name: server.metric(name, budget="2") - before[name] for name in names}
     assert [grown[name] for name in names[:3]] == [30, 3, 3]
     assert [grown[f"{kind}_count"] for kind in kinds] == [2, 1, 3]  # a single token has no time after the first
-    assert all(0 < grown[f"{kind}_sum"] <= 3 * seconds for kind in kinds)
+    assert all(0 <= grown[f"{kind}_sum"] <= 3 * seconds for kind in kinds)
+    assert all(grown[f"{kind}_sum"] > 0 for kind in (kinds[0], kinds[2]))  # two tokens may come together
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -406,18 +407,29 @@ def test_a_body_with_two_lengths_is_refused_and_the_connection_closed(
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
-@pytest.mark.parametrize(("pieces", "size", "status"), [(5000, 1, 400), (20_000, 16, 404)])
+def read_error(connection: socket.socket) -> bytes:
+    """An answer with an error in OpenAI's form."""
+    answer = b""
+    while not answer.endswith(b"}}"):
+        part = connection.recv(4096)
+        assert part, answer
+        answer += part
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("pieces", "size", "end", "status"), [(4370, 1, b"", 400), (20_000, 16, b"\r\n0\r\n\r\n", 404)]
+)
 def test_a_body_in_thousands_of_tiny_pieces_is_refused(
-    server: RunningServer, pieces: int, size: int, status: int
+    server: RunningServer, pieces: int, size: int, end: bytes, status: int
 ) -> None:
     body = b'{"prompt": "", "model": "other"}'.ljust(pieces * size)
-    chunks = [b"%x\r\n%s\r\n" % (size, body[start : start + size]) for start in range(0, len(body), size)]
+    chunks = [b"%x\r\n%s" % (size, body[start : start + size]) for start in range(0, len(body), size)]
     post = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
-        connection.sendall(post + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(chunks) + b"0\r\n\r\n")
-        answer = connection.recv(4096)
+        connection.sendall(post + b"Transfer-Encoding: chunked\r\n\r\n" + b"\r\n".join(chunks) + end)
+        answer = read_error(connection)
     assert answer.startswith(b"HTTP/1.1 %d " % status)
-    assert answer.endswith(b"}}")  # an error in OpenAI's form
     assert (b"tiny pieces" in answer) == (status == 400)
 
 
@@ -427,12 +439,9 @@ def test_a_wrong_end_of_a_body_after_its_answer_just_closes_the_connection(
     post = b"POST /tokenize HTTP/1.1\r\nHost: evil.example\r\nTransfer-Encoding: chunked\r\n\r\n"
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
         connection.sendall(post)
-        answer = b""
-        while not answer.endswith(b"}}"):
-            answer += connection.recv(4096)
+        assert read_error(connection).startswith(b"HTTP/1.1 403 ")
         connection.sendall(b"no length\r\n")
         assert connection.recv(4096) == b""
-    assert answer.startswith(b"HTTP/1.1 403 ")
     assert not [record for record in caplog.records if record.exc_info]
 
 

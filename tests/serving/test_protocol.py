@@ -4,6 +4,7 @@ import asyncio
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from pydantic import ValidationError
@@ -218,6 +219,22 @@ def test_a_prompt_that_is_too_long_is_said_to_be(served: Served) -> None:
     with pytest.raises(ApiError, match="at most 64") as refused:
         completion(prompt=[1] * 65).job(served)
     assert refused.value.code == "context_length_exceeded"
+
+
+def test_a_text_that_is_surely_too_long_is_not_encoded(served: Served) -> None:
+    tokenizer = mock.Mock(wraps=served.tokenizer)
+    busy = replace(served, chat=ChatTemplate(tokenizer))
+    text = "its " * 100_000
+    for job in (
+        lambda: completion(prompt=text).job(busy),
+        lambda: completion(prompt=["its", text]).job(busy),
+        lambda: ChatBody.model_validate({"messages": [*MESSAGES, {"role": "user", "content": text}]}).job(busy),
+        lambda: LensBody.model_validate({"prompt": text}).ids(busy),
+    ):
+        with pytest.raises(ApiError, match=r"at least \d+ tokens; this server accepts at most 64") as refused:
+            job()
+        assert refused.value.code == "context_length_exceeded"
+    assert {call[0] for call in tokenizer.method_calls} == {"fewest_tokens"}
 
 
 def test_a_job_is_what_the_engine_runs(served: Served) -> None:

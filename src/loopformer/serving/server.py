@@ -139,6 +139,7 @@ def inspect_model(model: str) -> tuple[ModelConfig, ChatTemplate]:
         raise LoopformerError(NO_TOKENIZER)
     chat = ChatTemplate.find(Tokenizer.load(folder), resolve_model_path(model), run_folder_of(model))
     chat.encode([{"role": "user", "content": "?"}])  # a broken template fails here, not at the first chat
+    chat.tokenizer.fewest_tokens("")  # computes what later calls need
     return config, chat
 
 
