@@ -234,7 +234,11 @@ def test_a_text_that_is_surely_too_long_is_not_encoded(served: Served) -> None:
         with pytest.raises(ApiError, match=r"at least \d+ tokens; this server accepts at most 64") as refused:
             job()
         assert refused.value.code == "context_length_exceeded"
-    assert {call[0] for call in tokenizer.method_calls} == {"fewest_tokens"}
+    assert tokenizer.encode.mock_calls == [mock.call("its")]
+    with pytest.raises(ApiError, match=r"has \d+ tokens; this server accepts at most 64"):
+        completion(prompt=["its " * 65] * 9).job(busy)
+    assert tokenizer.encode.call_count == 2
+    assert not tokenizer.encode_batch.mock_calls
 
 
 def test_a_job_is_what_the_engine_runs(served: Served) -> None:

@@ -448,10 +448,14 @@ class Served:
             raise ApiError(sentence, 400, "context_length_exceeded", field)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of the texts of a prompt. One that is surely too long is refused before it is encoded."""
+        """The ids of the texts of a prompt. One that is surely too long is refused before it is encoded, and one
+        that is too long before the next one is."""
+        prompts = []
         for text in texts:
             self.check_length(self.tokenizer.fewest_tokens(text), "prompt", "at least ")
-        return self.tokenizer.encode_batch(texts)
+            prompts.append(self.tokenizer.encode(text))
+            self.check_length(len(prompts[-1]), "prompt")
+        return prompts
 
     def token_text(self, token: int) -> str:
         return self.tokenizer.decode([token], special=True)

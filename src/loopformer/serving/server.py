@@ -58,8 +58,8 @@ if sys.platform != "win32":
 
 logger = logging.getLogger(__name__)
 HEAD_SECONDS = 10  # for a client to send the head of a request
-MAX_TINY_PIECES = 4096  # of a body, and one more for each PIECE_BYTES
-PIECE_BYTES = 16
+MAX_TINY_PIECES = 1024  # of a body, and one more for each PIECE_BYTES: a piece takes 4 us of the event loop
+PIECE_BYTES = 64
 IDLE_SECONDS = 15  # keep-alive; Python's clients close idle connections after 5 s, so they never reuse a closed one
 MAX_ACCEPTS = 16  # connections that asyncio accepts at once; it cannot close any of them in between
 BACKLOG = 2048  # connections that wait in the kernel to be accepted
