@@ -3,6 +3,7 @@
 import json
 import math
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,8 +12,9 @@ import openai
 import pytest
 
 from loopformer import LM
+from loopformer.serving.answers import CompletionWriter
 
-from .servers import LONG, RunningServer, wait_until
+from .servers import LONG, MAX_WAIT, RunningServer, wait_until
 
 PROMPTS = ["every pass is told", "its", "time and its step", "told its time", "naïve café"]
 DEPTHS: list[dict[str, Any]] = [{"budget": 1}, {"budget": 2}, {"budget": 4}, {"trajectory": "2-1-1"}, {}]
@@ -297,6 +299,25 @@ def test_a_client_that_goes_away_frees_its_slots(server: RunningServer, stream: 
     server.wait_for("num_requests_running", 0)
     server.wait_for("kv_cache_usage_perc", 0)
     assert server.metric("request_success_total", finished_reason="abort") == aborted + 3
+
+
+def test_an_answer_that_takes_long_to_write_holds_nobody_up(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, complete = threading.Event(), threading.Event(), CompletionWriter.complete
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert may_end.wait(30)
+        return complete(*given)
+
+    monkeypatch.setattr(CompletionWriter, "complete", slow)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(server.post, "/v1/completions", prompt="its", logprobs=5)
+        assert begun.wait(MAX_WAIT)
+        assert server.get("/health").status_code == 200
+        may_end.set()
+        assert answer.result().status_code == 200
 
 
 def test_a_slow_reader_holds_nobody_up(server: RunningServer) -> None:

@@ -132,8 +132,13 @@ async def _complete(service: Service, path: str, job: Job, writer_type: type[Ans
         async for _ in generation.events():
             pass
         await generation.finish()
-        writer = writer_type(service.served, job, generation.trajectory)
-        return writer.complete(generation.texts, generation.usage(), generation.prompt_scores).to_response()
+        writer, usage = writer_type(service.served, job, generation.trajectory), generation.usage()
+
+        def write() -> Response:
+            return writer.complete(generation.texts, usage, generation.prompt_scores).to_response()
+
+        # The log-probabilities of a request may take seconds to write, during which the event loop must not wait.
+        return write() if job.alternatives is None else await asyncio.to_thread(write)
 
 
 async def _events(
