@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import tracemalloc
 from collections.abc import Iterable
 from typing import Any
 
@@ -90,9 +91,7 @@ def test_texts_are_known_by_their_index_and_echo_their_own_prompts(served: Serve
     """The tickets of events are the engine's: here all are 0."""
     completion = writer(CompletionWriter, served, prompt=["its", "time"], n=2, echo=True)
     usage = count_usage(served.cost, completion._job, [1] * 4, scored=False, budget=4)
-    choices = json.loads(completion.complete([event(str(number)) for number in range(4)], usage).to_json())[
-        "choices"
-    ]
+    choices = json.loads(completion.complete([event(str(number)) for number in range(4)], usage))["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     assert [choice["text"] for choice in choices] == ["its0", "its1", "time2", "time3"]
     (choice,) = json.loads(completion.chunk(3, event("x")).to_json())["choices"]
@@ -107,7 +106,21 @@ def test_the_requested_budget_is_named_where_less_was_granted(
     usage = count_usage(served.cost, job, [1], scored=False, budget=budget)
     answer = writer(CompletionWriter, served, budget).complete([event("x", 0.0, reason="length")], usage)
     expected = {"budget": budget, "trajectory": str(budget), "degraded": bool(extra), **extra}
-    assert json.loads(answer.to_json())["loopformer"] == expected
+    assert json.loads(answer)["loopformer"] == expected
+
+
+def test_many_log_probabilities_take_little_more_memory_than_their_text(served: Served) -> None:
+    top = tuple((token, -1.0) for token in range(20))
+    text = event("x")._replace(choices=(Choice(1, -1.0, top),) * 20)
+    chat = writer(ChatWriter, served, logprobs=True, top_logprobs=20, n=100)
+    usage = count_usage(served.cost, chat._job, [20] * 100, scored=False, budget=4)
+    chat.complete([text], usage)
+    tracemalloc.start()
+    try:
+        size, peak = len(chat.complete([text] * 100, usage)), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 5 * size
 
 
 def test_an_impossible_token_has_a_finite_logprob(served: Served) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,11 +135,10 @@ async def _complete(service: Service, path: str, job: Job, writer_type: type[Ans
         await generation.finish()
         writer, usage = writer_type(service.served, job, generation.trajectory), generation.usage()
 
-        def write() -> Response:
-            return writer.complete(generation.texts, usage, generation.prompt_scores).to_response()
-
+        write = partial(writer.complete, generation.texts, usage, generation.prompt_scores)
         # The log-probabilities of a request may take seconds to write, during which the event loop must not wait.
-        return write() if job.alternatives is None else await asyncio.to_thread(write)
+        content = write() if job.alternatives is None else await asyncio.to_thread(write)
+        return Response(content, media_type="application/json")
 
 
 async def _events(
