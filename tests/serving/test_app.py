@@ -313,7 +313,7 @@ def test_an_answer_that_takes_long_to_write_holds_nobody_up(
 
     monkeypatch.setattr(CompletionWriter, "complete", slow)
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(server.post, "/v1/completions", prompt="its", logprobs=5)
+        answer = pool.submit(server.post, "/v1/completions", prompt="its", logprobs=20, max_tokens=50)
         assert begun.wait(MAX_WAIT)
         assert server.get("/health").status_code == 200
         may_end.set()
