@@ -54,8 +54,9 @@ def wrong_bodies() -> list[Body]:
 
 def long_names() -> list[Body]:
     """A megabyte of a name or of a value."""
-    fields = ("model", "trajectory", "stop", "budget", "max_tokens", "max_tokens" * 100_000, "\ud800" * 150_000)
-    bodies = [text(**{field: "max_tokens" * 100_000}) for field in fields]
+    long = "max_tokens" * 100_000
+    bodies = [text(**{field: long}) for field in ("model", "trajectory", "stop", "budget", "max_tokens")]
+    bodies += [text(**{name: 1}) for name in (long, "\ud800" * 150_000)]
     numbers = [text(**{field: 10**4000}) for field in ("budget", "min_budget", "max_tokens", "n", "seed")]
     return [*bodies, *numbers, ("/tokenize", bodies[0][1]), ("/lens", bodies[1][1])]
 
