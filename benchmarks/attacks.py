@@ -8,6 +8,7 @@ The attack runs in a process of its own, so that it does not delay the client an
 import asyncio
 import json
 import os
+import random
 import resource
 import tempfile
 import time
@@ -51,6 +52,17 @@ def wrong_bodies() -> list[Body]:
     return [(path, (form % ",".join([item] * n)).encode()) for path, form in forms.items() for item, n in sizes]
 
 
+def long_names() -> list[Body]:
+    """A megabyte of a name or of a value."""
+    long = "max_tokens" * 100_000
+    bodies = [text(**{field: long}) for field in ("model", "trajectory", "stop", "budget", "max_tokens")]
+    bodies += [text(**{name: 1}) for name in (long, "\ud800" * 150_000)]
+    numbers = [text(**{field: 10**4000}) for field in ("budget", "min_budget", "max_tokens", "n", "seed")]
+    return [*bodies, *numbers, ("/tokenize", bodies[0][1]), ("/lens", bodies[1][1])]
+
+
+STORY = "Once upon a time there was a little girl. " * 45  # nearly as many tokens as the context has
+SCORED = text(prompt=STORY, max_tokens=0, echo=True, logprobs=20)
 STOP = ("the " * 64)[:255]  # nearly occurs in the text all the time
 STOPS = [[STOP + end for end in "abcdefghijklmnop"], [STOP] * 17, ["x" * 60_000] * 16, ["ab"] * 170_000]
 # By attack: the requests that are sent in turn, the number of clients, and the requests of each in flight.
@@ -59,6 +71,10 @@ REQUESTS: dict[str, tuple[Sequence[Body], int, int]] = {
     "priority": ([text(priority=-10)], 8, 8),
     "copies": ([text(n=27)], 1, 4),  # more are not accepted from one client
     "stops": ([text(prompt="the " * 40, max_tokens=200, n=4, stop=stop) for stop in STOPS], 1, 6),
+    "forged": ([text()], 8, 8),
+    "names": (long_names(), 1, 8),
+    "lengths": ([text(prompt="a " * 520_000), text(prompt=["b " * 4_000] * 120)], 1, 8),
+    "scores": ([SCORED, ("/lens", json.dumps({"prompt": STORY}).encode())], 1, 27),
 }
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key-0\r\n"
 CONNECTIONS = [
@@ -66,12 +82,20 @@ CONNECTIONS = [
     Connection("half a head", [POST]),
     Connection("half a body", [POST + b'Content-Length: 99\r\n\r\n{"prompt"']),
 ]
-ATTACKS = (*REQUESTS, "connections")
+CHUNKED = POST + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKS = [
+    Connection("chunks of a byte", [CHUNKED + b"1\r\nx\r\n" * 100_000]),
+    Connection("chunks of 20 bytes", [CHUNKED + b"14\r\n%s\r\n" % (b"x" * 20) * 50_000 + b"0\r\n\r\n"]),
+    Connection("segments of a byte", [CHUNKED, *([b"1", b"\r", b"\n", b"x", b"\r", b"\n"] * 1000)], pause=0.0005),
+]
+CONNECTIONS_OF = {"connections": CONNECTIONS * CONNECTIONS_PER_KIND, "chunks": CHUNKS * 4}
+ATTACKS = (*REQUESTS, *CONNECTIONS_OF)
 
 
 async def send(client: httpx.AsyncClient, key: str, path: str, content: bytes | None = None) -> tuple[str, Any]:
     """The status of a request with the code of its error, or how its connection failed; and the answer."""
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    headers["x-forwarded-for"] = ".".join(str(random.randrange(256)) for _ in range(4))  # which nobody believes
     method = "GET" if content is None else "POST"
     try:
         response = await client.request(method, path, content=content, headers=headers)
@@ -105,8 +129,7 @@ def attack(url: str, name: str, seconds: float) -> Counter[str]:
 
             acts: list[Callable[[], Awaitable[object]]]
             acts = [partial(send_next, key) for key in KEYS[:clients] * at_once]
-            if name == "connections":
-                acts = [partial(each.run, address) for each in CONNECTIONS * CONNECTIONS_PER_KIND]
+            acts += [partial(each.run, address) for each in CONNECTIONS_OF.get(name, ())]
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await asyncio.gather(*map(repeat, acts))
@@ -131,17 +154,19 @@ async def watch(url: str, is_over: Callable[[], bool]) -> tuple[dict[str, Counte
             began, outcome = time.perf_counter(), ""
             while outcome != "200":  # it tries again until it is served
                 assert time.perf_counter() < began + 10 * MAX_WAIT, f"The ordinary client gets {outcome}."
-                outcome, answer = await send(client, KEYS[-1], *text(max_tokens=8))
+                outcome, answer = await send(client, KEYS[-1], *text(max_tokens=8, echo=True, logprobs=0))
                 outcomes["ordinary"][outcome] += 1
                 await wait_if_refused(outcome)
             seconds["ordinary"].append(time.perf_counter() - began)
             texts.add(answer["choices"][0]["text"])
             await asyncio.sleep(0.5)
 
-    no_reuse = httpx.Limits(max_keepalive_connections=0)  # a probe opens a new connection each time
+    # Another address than the attacker's. A probe opens a new connection each time.
+    transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+    no_reuse = httpx.AsyncHTTPTransport(local_address="127.0.0.2", limits=httpx.Limits(max_keepalive_connections=0))
     async with (
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-        httpx.AsyncClient(base_url=url, timeout=60, limits=no_reuse) as newcomer,
+        httpx.AsyncClient(base_url=url, timeout=60, transport=transport) as client,
+        httpx.AsyncClient(base_url=url, timeout=60, transport=no_reuse) as newcomer,
         asyncio.TaskGroup() as tasks,
     ):
         tasks.create_task(ask(client))
@@ -158,7 +183,9 @@ def withstand(name: str, seconds: float) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("w") as keys_file, ProcessPoolExecutor(1, get_context("spawn")) as pool:
         print(*KEYS, sep="\n", file=keys_file, flush=True)
         resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, most_files))
-        options = ("--device", "cpu", "--rows", "4", "--queue", "32", "--api-keys", keys_file.name)
+        options = ["--device", "cpu", "--rows", "4", "--queue", "32"]
+        if name != "forged":  # without keys addresses count
+            options += ["--api-keys", keys_file.name]
         server = ServeProcess(*options)
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most_files))
         with server:
@@ -177,7 +204,7 @@ def withstand(name: str, seconds: float) -> dict[str, Any]:
         if outcome.startswith("5") or (who != "attacker" and not outcome[0].isdigit())
     ]
     return {
-        "options": options[:-1],
+        "options": [option for option in options if option != keys_file.name],
         "seconds": seconds,
         "load_average": os.getloadavg(),
         "outcomes": outcomes,

@@ -12,13 +12,18 @@ hostile     Malformed and hostile requests (hostile.py): no 500, no hang, and th
 misfortune  The engine or the server is killed, the time to drain runs out, a second signal comes.
 memory      10,000 small requests: the memory of neither process keeps growing.
 
-Five parts attack beside one ordinary client (attacks.py). It gets its text within 15 s, 99 % of the probes of
+Ten parts attack beside one ordinary client (attacks.py). It gets its text within 15 s, 99 % of the probes of
 /health are answered within 250 ms, and no status is 5xx.
 
 errors      Bodies of up to 1 MiB whose every value is wrong.
 priority    Eight clients with the most urgent priority on four rows.
 copies      One client that asks for as many texts as it may.
 stops       Long stop strings that nearly occur in the text.
+forged      Texts with made-up addresses in X-Forwarded-For, on a server without keys.
+names       A megabyte of a name or of a value.
+lengths     Texts that are far longer than the context.
+scores      As many texts to be scored as one client may have.
+chunks      Bodies in chunks or segments of a few bytes.
 connections More connections than there is room for: idle, with half a head, with half a body.
 
 A part that is not run keeps its earlier result in the file. Broken promises are listed in `broken` (exit code 1).

@@ -126,9 +126,8 @@ class Trajectory:
                 return cls(plain.split(","))
         except (ZeroDivisionError, _NotANumber):
             pass
-        shown = repr(text) if len(plain) <= 100 else f"{plain[:100]!r}…"
         raise LoopformerError(
-            f"Cannot read {shown} as a trajectory; write a budget (4), weights (2-1-2-3), "
+            f"Cannot read {shortened(text)!r} as a trajectory; write a budget (4), weights (2-1-2-3), "
             "steps that sum to 1 (0.25,0.25,0.5 or 1/4,1/4,1/2) or a family (cosine:4)."
         )
 

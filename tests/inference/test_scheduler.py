@@ -229,6 +229,26 @@ def test_a_client_with_one_is_served_beside_a_client_with_fifty() -> None:
     assert tickets(scheduler_of(made).order_waiting())[:3] == [0, 50, 1]
 
 
+def test_equal_turns_are_served_in_the_order_of_arrival_whatever_their_priority() -> None:
+    """Otherwise clients with the most urgent priority would all come before one without."""
+    made = [sequence(0, 0.0, client="ordinary")]
+    made += [sequence(ticket, 0.1 * ticket, -MAX_PRIORITY, client=f"{9 - ticket}") for ticket in range(1, 9)]
+    assert tickets(scheduler_of(made).order_waiting()) == list(range(9))
+
+
+def test_clients_that_submit_one_text_after_another_hold_up_nobody() -> None:
+    scheduler = Scheduler(queue=100)
+    for ticket, client in enumerate(("two", "two", "a", "b")):
+        scheduler.add(sequence(ticket, 0.0, client=client))
+    for ticket in range(4, 20):  # one of "a" or "b" always waits
+        served = serve(scheduler)
+        served.cancel()
+        scheduler.remove({served.ticket})
+        if served.request.client != "two":
+            scheduler.add(sequence(ticket, float(ticket), client=served.request.client))
+    assert 1 not in tickets(scheduler.waiting)
+
+
 def test_a_client_that_had_its_turn_waits_for_the_turns_of_others() -> None:
     made = [sequence(0, 0.0, client="a"), sequence(1, 1.0, client="a"), sequence(2, 2.0, client="b")]
     scheduler = scheduler_of(made)

@@ -3,6 +3,7 @@
 import json
 import math
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,8 +12,9 @@ import openai
 import pytest
 
 from loopformer import LM
+from loopformer.serving.answers import CompletionWriter
 
-from .servers import LONG, RunningServer, wait_until
+from .servers import LONG, MAX_WAIT, RunningServer, wait_until
 
 PROMPTS = ["every pass is told", "its", "time and its step", "told its time", "naïve café"]
 DEPTHS: list[dict[str, Any]] = [{"budget": 1}, {"budget": 2}, {"budget": 4}, {"trajectory": "2-1-1"}, {}]
@@ -281,7 +283,8 @@ def test_a_request_is_logged_and_counted_once(
     grown = {name: server.metric(name, budget="2") - before[name] for name in names}
     assert [grown[name] for name in names[:3]] == [30, 3, 3]
     assert [grown[f"{kind}_count"] for kind in kinds] == [2, 1, 3]  # a single token has no time after the first
-    assert all(0 < grown[f"{kind}_sum"] <= 3 * seconds for kind in kinds)
+    assert all(0 <= grown[f"{kind}_sum"] <= 3 * seconds for kind in kinds)
+    assert all(grown[f"{kind}_sum"] > 0 for kind in (kinds[0], kinds[2]))  # two tokens may come together
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -296,6 +299,25 @@ def test_a_client_that_goes_away_frees_its_slots(server: RunningServer, stream: 
     server.wait_for("num_requests_running", 0)
     server.wait_for("kv_cache_usage_perc", 0)
     assert server.metric("request_success_total", finished_reason="abort") == aborted + 3
+
+
+def test_an_answer_that_takes_long_to_write_holds_nobody_up(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, complete = threading.Event(), threading.Event(), CompletionWriter.complete
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert may_end.wait(30)
+        return complete(*given)
+
+    monkeypatch.setattr(CompletionWriter, "complete", slow)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(server.post, "/v1/completions", prompt="its", logprobs=20, max_tokens=50)
+        assert begun.wait(MAX_WAIT)
+        assert server.get("/health").status_code == 200
+        may_end.set()
+        assert answer.result().status_code == 200
 
 
 def test_a_slow_reader_holds_nobody_up(server: RunningServer) -> None:
@@ -364,6 +386,15 @@ def test_other_hosts_methods_and_kinds_of_content_are_refused(server: RunningSer
     assert "access-control-allow-origin" not in answer.headers
 
 
+def test_a_client_cannot_choose_the_address_that_it_counts_as(server: RunningServer) -> None:
+    assert server.service is not None
+    by_client = server.service.admission.by_client
+    headers = {"x-forwarded-for": "192.0.2.7", "x-forwarded-proto": "https", "forwarded": "for=192.0.2.7"}
+    server.wait_for("num_clients", 0)
+    with server.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}, headers=headers):
+        assert dict(by_client) == {"127.0.0.1": 1}
+
+
 def test_broken_connections_leave_it_answering(server: RunningServer) -> None:
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
     post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n"
@@ -395,6 +426,44 @@ def test_a_body_with_two_lengths_is_refused_and_the_connection_closed(
         answer = b"".join(iter(lambda: connection.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def read_error(connection: socket.socket) -> bytes:
+    """An answer with an error in OpenAI's form."""
+    answer = b""
+    while not answer.endswith(b"}}"):
+        part = connection.recv(4096)
+        assert part, answer
+        answer += part
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("pieces", "size", "end", "status"), [(1041, 1, b"", 400), (5000, 64, b"\r\n0\r\n\r\n", 404)]
+)
+def test_a_body_in_thousands_of_tiny_pieces_is_refused(
+    server: RunningServer, pieces: int, size: int, end: bytes, status: int
+) -> None:
+    body = b'{"prompt": "", "model": "other"}'.ljust(pieces * size)
+    chunks = [b"%x\r\n%s" % (size, body[start : start + size]) for start in range(0, len(body), size)]
+    post = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(post + b"Transfer-Encoding: chunked\r\n\r\n" + b"\r\n".join(chunks) + end)
+        answer = read_error(connection)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert (b"tiny pieces" in answer) == (status == 400)
+
+
+def test_a_wrong_end_of_a_body_after_its_answer_just_closes_the_connection(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    post = b"POST /tokenize HTTP/1.1\r\nHost: evil.example\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(post)
+        assert read_error(connection).startswith(b"HTTP/1.1 403 ")
+        connection.sendall(b"no length\r\n")
+        assert connection.recv(4096) == b""
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_websocket_is_never_opened(server: RunningServer) -> None:

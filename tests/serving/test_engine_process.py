@@ -46,7 +46,6 @@ def test_one_that_hangs_or_has_another_model_is_given_up_and_stopping_ends_all(
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
     monkeypatch.setattr(engine_process, "run_worker", lambda *given: start_in(phase.value, *given))
     monkeypatch.setattr(engine_process, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(engine_process, "MAX_LOAD_FACTOR", 20)
 
     def start_in(number: int, *given: Any) -> None:
         last_phase.value = number
@@ -58,12 +57,14 @@ def test_one_that_hangs_or_has_another_model_is_given_up_and_stopping_ends_all(
                 await asyncio.sleep(0.01)
 
     async def live() -> None:
-        engine = EngineProcess(WorkerSettings("mine", step_seconds=0.5))
+        engine = EngineProcess(WorkerSettings("mine", step_seconds=240))
         ready = await engine.start()
         phase.value = 1
+        engine.settings, engine._load_seconds = replace(engine.settings, step_seconds=0.05), 0.01
         os.kill(ready.process, signal.SIGKILL)
         await until(lambda: "did not load the model within" in caplog.text)
         phase.value = 2
+        engine.settings = replace(engine.settings, step_seconds=240)
         await until(lambda: "holds another model" in caplog.text)
         phase.value = 3
         await until(lambda: last_phase.value == 3)

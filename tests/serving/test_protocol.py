@@ -1,8 +1,10 @@
 """Bodies: what is taken, what is refused by name, what becomes of it."""
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from pydantic import ValidationError
@@ -177,12 +179,28 @@ def test_a_chat_lists_alternatives_when_it_is_asked_to(
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"), [("bugdet", "bugdet"), ("x" * 99, "x" * 64), ("a\udc80", "a\\udc80")], ids=repr
+    ("name", "shown"), [("bugdet", "bugdet"), ("x" * 99, "x" * 79 + "…"), ("a\udc80", "a\\udc80")], ids=repr
 )
 def test_an_unknown_field_is_named(name: str, shown: str) -> None:
     with pytest.raises(ValidationError) as refused:
         completion(**{name: 1})
     assert f"'{shown}' is not a field of this request; " in refused.value.errors()[0]["msg"]
+
+
+@pytest.mark.parametrize("field", ["budget", "min_budget", "max_tokens", "trajectory", "model"])
+def test_a_long_value_is_not_repeated_whole(served: Served, field: str) -> None:
+    value: Any = "9" * 250 if field in ("trajectory", "model") else 10**250
+    with pytest.raises(ApiError) as refused:
+        completion(**{field: value}).job(served)
+    assert "9" * 70 in str(refused.value) or "0" * 70 in str(refused.value)
+    assert len(str(refused.value)) < 300
+
+
+def test_a_long_unknown_field_is_refused_as_fast_as_a_short_one() -> None:
+    began = time.process_time()
+    with pytest.raises(ValidationError):
+        completion(**{"max_tokens" * 1_000_000: 1})
+    assert time.process_time() - began < 0.2
 
 
 def test_what_is_not_said_is_within_what_the_server_gives(served: Served) -> None:
@@ -201,6 +219,26 @@ def test_a_prompt_that_is_too_long_is_said_to_be(served: Served) -> None:
     with pytest.raises(ApiError, match="at most 64") as refused:
         completion(prompt=[1] * 65).job(served)
     assert refused.value.code == "context_length_exceeded"
+
+
+def test_a_text_that_is_surely_too_long_is_not_encoded(served: Served) -> None:
+    tokenizer = mock.Mock(wraps=served.tokenizer)
+    busy = replace(served, chat=ChatTemplate(tokenizer))
+    text = "its " * 100_000
+    for job in (
+        lambda: completion(prompt=text).job(busy),
+        lambda: completion(prompt=["its", text]).job(busy),
+        lambda: ChatBody.model_validate({"messages": [*MESSAGES, {"role": "user", "content": text}]}).job(busy),
+        lambda: LensBody.model_validate({"prompt": text}).ids(busy),
+    ):
+        with pytest.raises(ApiError, match=r"at least \d+ tokens; this server accepts at most 64") as refused:
+            job()
+        assert refused.value.code == "context_length_exceeded"
+    assert tokenizer.encode.mock_calls == [mock.call("its")]
+    with pytest.raises(ApiError, match=r"has \d+ tokens; this server accepts at most 64"):
+        completion(prompt=["its " * 65] * 9).job(busy)
+    assert tokenizer.encode.call_count == 2
+    assert not tokenizer.encode_batch.mock_calls
 
 
 def test_a_job_is_what_the_engine_runs(served: Served) -> None:

@@ -1,8 +1,10 @@
 """What the engine's process loads, and what a model says after each loop and of each token."""
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -16,7 +18,7 @@ from loopformer.errors import RunFailed
 from loopformer.inference.engine import warm_up
 from loopformer.inference.request import Event
 from loopformer.serving import worker
-from loopformer.serving.messages import EngineStats, ScoreRequest, Submit, WorkerSettings
+from loopformer.serving.messages import Cancel, EngineStats, ScoreRequest, Submit, WorkerSettings
 from loopformer.serving.protocol import ApiError
 from loopformer.serving.worker import _client_error, _Worker, load_served, score_tokens, top_tokens_by_loop
 
@@ -122,7 +124,72 @@ def test_scoring_leaves_half_of_the_time_to_texts(lm: LM, monkeypatch: pytest.Mo
     for after, left in ((0.0, 2), (1.9, 2), (0.2, 1), (1.0, 1), (1.1, 0)):
         now += after
         working._score()
-        assert len(working._score_queue) == left
+        assert sum(map(len, working._score_queues.values())) == left
+
+
+def test_clients_take_turns_to_be_scored(lm: LM) -> None:
+    working = _Worker(lm, lm.engine(rows=1, fast=False), multiprocessing.Pipe()[1], heartbeat_seconds=1)
+
+    def wait(first: int, count: int, client: str) -> None:
+        for number in range(first, first + count):
+            working._receive(ScoreRequest(number, (1, 2), Trajectory.uniform(1), 1, True, client))
+
+    def scored() -> int:
+        working._score()
+        return working._outputs[-1].number
+
+    wait(0, 100, "many")
+    assert scored() == 0
+    wait(200, 3, "few")
+    wait(300, 1, "one")
+    working._receive(Cancel(201))
+    assert [scored() for _ in range(6)] == [1, 200, 300, 2, 202, 3]
+    for number in range(4, 100):
+        working._receive(Cancel(number))
+    working._score()
+    assert working._outputs[-1].number == 3  # nobody is left
+
+
+def test_texts_that_ended_or_were_cancelled_are_forgotten(lm: LM) -> None:
+    engine = lm.engine(rows=4, fast=False)
+    working = _Worker(lm, engine, multiprocessing.Pipe()[1], heartbeat_seconds=1)
+    (request,) = lm.requests([PROMPT], budget=1, max_tokens=3)
+    for number in range(50):
+        working._receive(Submit(number, request, stream=True))
+    assert len(working._texts) == 50
+    for number in range(0, 50, 5):
+        working._receive(Cancel(number))
+    while not engine.idle:
+        working._step()
+    assert not working._texts
+    ended = {output.number for output in working._outputs if output.is_last}
+    assert ended == {number for number in range(50) if number % 5}
+
+
+@pytest.mark.skipif(not hasattr(ctypes.pythonapi, "mallopt"), reason="needs glibc")
+def test_large_blocks_are_returned_however_large_those_before_them_were() -> None:
+    """By itself glibc takes them from the heap once a larger one was freed."""
+
+    class Info(ctypes.Structure):  # malloc.h
+        names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        _fields_ = [(name, ctypes.c_int) for name in names.split()]
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.free.argtypes, libc.mallinfo.restype = [ctypes.c_void_p], Info
+
+    def allocate() -> None:
+        worker._return_large_blocks()
+        libc.free(libc.malloc(16 << 20))
+        before = libc.mallinfo().hblks  # how many blocks came from the system, which gets them back
+        for _ in range(64):  # far more than the heap has room for
+            libc.malloc(8 << 20)
+        os._exit(libc.mallinfo().hblks > before)
+
+    process = multiprocessing.get_context("fork").Process(target=allocate)  # as it changes the whole process
+    process.start()
+    process.join(240)
+    assert process.exitcode == 1
 
 
 @pytest.mark.parametrize(

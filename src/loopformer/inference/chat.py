@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from loopformer.config import load_run
 from loopformer.data.shards import INDEX_FILE, read_index
+from loopformer.data.splits import clean
 from loopformer.data.tokenizer import ROLES, Tokenizer, encode_prompt
 from loopformer.errors import LoopformerError
 from loopformer.files import read_json
@@ -106,6 +107,12 @@ class ChatTemplate:
         safe = [{**message, "content": self._split_special_tokens(message["content"])} for message in messages]
         rendered = self._render(safe)
         return [token for part in rendered.split(_SEPARATOR) for token in self.tokenizer.encode_template(part)]
+
+    def fewest_tokens(self, messages: Sequence[Message]) -> int:
+        """A lower bound on the number of tokens of a chat, without encoding it; 0 where nothing is certain."""
+        if self.source is not None:  # it may leave out messages
+            return 0
+        return self.tokenizer.fewest_tokens("".join(clean(message["content"]) for message in messages))
 
     def _split_special_tokens(self, content: str) -> str:
         """A message with `_SEPARATOR` inside every special token that it spells out.

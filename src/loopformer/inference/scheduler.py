@@ -6,8 +6,9 @@ scheduler.running, scheduler.waiting             # in the order of arrival
 groups = scheduler.plan_prefills(runner, scheduler.prefill_token_limit(runner))
 
 Clients take turns. Each client's requests take consecutive turns, starting at the current turn. So a client that
-sends many requests delays only its own, and a new client is served next. A client's turns go to its own requests by
-priority and arrival: a level of priority is worth a second of waiting. So nobody starves.
+sends many requests delays only its own, and a new client is served next. In the same turn clients are served in the
+order of arrival. A client's turns go to its own requests by priority and arrival: a level of priority is worth a
+second of waiting. So nobody starves.
 
 Every running sequence is decoded at every step; there is no preemption. On a GPU, FusedRunner decides at which loop
 a prefilled sequence joins those that decode (`_join` in fused/runner.py). While sequences decode, a step runs only
@@ -87,7 +88,7 @@ class Scheduler:
         self.queue = queue  # how many sequences may wait
         self.sequences: tuple[Sequence, ...] = ()  # in the order of arrival; replaced, never changed in place
         self._turn = 0  # the latest that was served
-        self._next_turns: dict[str, int] = {}  # of each client that has sequences
+        self._next_turns: dict[str, int] = {}  # of each client that has sequences, or has used the current turn
         self._lock = Lock()  # held while these are replaced, which other threads do as well
 
     @property
@@ -133,7 +134,13 @@ class Scheduler:
         with self._lock:
             self.sequences = tuple([sequence for sequence in self.sequences if sequence.ticket not in tickets])
             clients = {sequence.request.client for sequence in self.sequences}
-            self._next_turns = {client: turn for client, turn in self._next_turns.items() if client in clients}
+            # A client that has used the current turn and comes back must not get it again: clients that submit one
+            # text after another would keep it from ending.
+            self._next_turns = {
+                client: turn
+                for client, turn in self._next_turns.items()
+                if client in clients or (clients and turn > self._turn)
+            }
 
     def prefill_token_limit(self, runner: Runner) -> int:
         """How many prompt tokens the next step may run: one chunk while sequences decode."""
@@ -186,7 +193,7 @@ class Scheduler:
             for sequence, turn in zip(sequences, turns, strict=True):
                 sequence.turn = turn
         # Started prompts come first: their chunks may hold pages that the others wait for.
-        return sorted(waiting, key=lambda each: (each.started_at is None, each.turn, _own_deadline(each)))
+        return sorted(waiting, key=lambda each: (each.started_at is None, each.turn, each.arrived_at))
 
 
 def _own_deadline(sequence: Sequence) -> float:

@@ -1,7 +1,7 @@
 """Answers in the format of OpenAI's API with a few extra fields, complete or in chunks.
 
     writer = CompletionWriter(served, job, granted_trajectory)
-    writer.complete(texts, usage).to_json()          # or writer.chunk(…), the content of a server-sent event
+    writer.complete(texts, usage)                    # or writer.chunk(…).to_json(), a server-sent event
 
 The pydantic models define the fields. A field that is not set is left out of the JSON. A field set to None is null.
 """
@@ -181,14 +181,19 @@ class AnswerWriter(ABC):
 
     def complete(
         self, texts: Sequence[Event], usage: Usage, prompt_scores: Mapping[int, list[TokenScore]] | None = None
-    ) -> GenerationAnswer:
-        """The answer with these texts, each a single event.
+    ) -> str:
+        """The JSON of the answer with these texts, each a single event.
 
         `prompt_scores` has the scores of the prompts that texts echo, by the index of the text.
         """
         self._prompt_scores = prompt_scores or {}
-        choices = [self._choice(index, text, self._content(index, text)) for index, text in enumerate(texts)]
-        return self._answer(self.kind, choices, usage=usage, loopformer=self._depth)
+        # Choices are written one by one: a million objects for the log-probabilities of all of them would keep the
+        # garbage collector busy for a second, during which nothing else runs.
+        choices = [
+            self._choice(index, text, self._content(index, text)).to_json() for index, text in enumerate(texts)
+        ]
+        answer = self._answer(self.kind, [], usage=usage, loopformer=self._depth).to_json()
+        return answer.replace('"choices":[]', f'"choices":[{",".join(choices)}]', 1)
 
     def opening(self) -> GenerationAnswer:
         """The chunk before any text. It has all choices, as clients look at the first choice of every chunk."""

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +47,7 @@ from loopformer.serving.protocol import (
 from loopformer.serving.service import Service
 
 MIN_THREADED_BODY = 4096  # bytes; larger bodies are tokenized in a thread, so that the event loop is not blocked
+MIN_THREADED_LOGPROBS = 1000  # in an answer; that many are written in a thread, for the same reason
 FIELD_FORMS = {  # for fields of several types: pydantic's error would mention only one of them
     "prompt": (
         "It is a text, a list of texts, a list of token ids, or a list of such lists; "
@@ -132,8 +134,13 @@ async def _complete(service: Service, path: str, job: Job, writer_type: type[Ans
         async for _ in generation.events():
             pass
         await generation.finish()
-        writer = writer_type(service.served, job, generation.trajectory)
-        return writer.complete(generation.texts, generation.usage(), generation.prompt_scores).to_response()
+        writer, usage = writer_type(service.served, job, generation.trajectory), generation.usage()
+
+        write = partial(writer.complete, generation.texts, usage, generation.prompt_scores)
+        # Many log-probabilities take seconds to write, during which the event loop must not wait.
+        logprobs = 0 if job.alternatives is None else usage.total_tokens * (job.alternatives + 1)
+        content = write() if logprobs < MIN_THREADED_LOGPROBS else await asyncio.to_thread(write)
+        return Response(content, media_type="application/json")
 
 
 async def _events(

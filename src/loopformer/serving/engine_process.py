@@ -245,10 +245,10 @@ class EngineProcess:
         self._post([Submit(number, request, stream) for number, request in numbered])
         return call
 
-    def score(self, ids: Sequence[int], trajectory: Trajectory, top: int, by_loop: bool) -> Call:
+    def score(self, ids: Sequence[int], trajectory: Trajectory, top: int, by_loop: bool, client: str) -> Call:
         """Score tokens, in a single output."""
         call = self._begin_call(1)
-        self._post([ScoreRequest(call.numbers.start, tuple(ids), trajectory, top, by_loop)])
+        self._post([ScoreRequest(call.numbers.start, tuple(ids), trajectory, top, by_loop, client)])
         return call
 
     def cancel(self, call: Call) -> None:

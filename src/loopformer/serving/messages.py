@@ -82,6 +82,7 @@ class ScoreRequest(NamedTuple):
     trajectory: Trajectory
     top: int
     by_loop: bool
+    client: str = ""
 
 
 class Cancel(NamedTuple):
@@ -156,4 +157,5 @@ def log_as_json() -> None:
     for name in ("loopformer", "uvicorn"):
         logging.getLogger(name).handlers = [handler]
         logging.getLogger(name).setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    # Its warnings are about odd requests, with which a client could fill the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

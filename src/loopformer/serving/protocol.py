@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import LoopformerError, RunFailed, nearest, require
+from loopformer.errors import LoopformerError, RunFailed, nearest, require, shortened
 from loopformer.inference.request import MAX_PRIORITY, Request, Sampling, positions_to_reserve
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
@@ -179,9 +179,10 @@ class Body(BaseModel):
                 sentence = "'{field}' is a field of OpenAI's that is not supported here; leave it out."
                 raise PydanticCustomError("unsupported_parameter", sentence, {"field": name})
             if name not in cls.model_fields:
-                hint = nearest(str(name), list(cls.model_fields), "leave it out.")
+                shown = shortened(encodable(str(name)))
+                hint = nearest(shown, list(cls.model_fields), "leave it out.")
                 sentence = "'{field}' is not a field of this request; {hint}"
-                context = {"field": encodable(str(name)[:64]), "hint": encodable(hint)}
+                context = {"field": shown, "hint": hint}
                 raise PydanticCustomError("unknown_parameter", sentence, context)
             fields[name] = value
         return fields
@@ -246,8 +247,8 @@ class GenerationBody(DepthBody):
         )
         for prompt in prompts:
             served.check_prompt(prompt, field)
-        limit = served.max_output
-        need(max_tokens <= limit, "max_tokens", f"'max_tokens' is at most {limit} here, got {max_tokens}.")
+        sentence = f"'max_tokens' is at most {served.max_output} here, got {shortened(max_tokens)}."
+        need(max_tokens <= served.max_output, "max_tokens", sentence)
         top_k = self.top_k if self.top_k > 0 else None
         return Job(
             tuple(tuple(prompt) for prompt in prompts),
@@ -284,17 +285,17 @@ class CompletionBody(GenerationBody):
         default = min(DEFAULT_MAX_TOKENS, served.max_output)
         max_tokens = default if self.max_tokens is None else self.max_tokens
         need(max_tokens >= 1 or self.echo, "max_tokens", "'max_tokens' is 1 or more, or 0 with 'echo'.")
-        prompts = self._prompts(served.tokenizer)
+        prompts = self._prompts(served)
         need(len(prompts) > 0, "prompt", f"'prompt' is a text or a list of 1 to {MAX_PROMPTS} of them.")
         return replace(self._job(served, prompts, "prompt", max_tokens, self.logprobs), echo=self.echo)
 
-    def _prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
+    def _prompts(self, served: Served) -> list[list[int]]:
         if isinstance(self.prompt, str):
-            return [tokenizer.encode(self.prompt)]
+            return served.encode([self.prompt])
         if self.prompt and isinstance(self.prompt[0], int):
             return [[number for number in self.prompt if isinstance(number, int)]]
         texts = [text for text in self.prompt if isinstance(text, str)]
-        return tokenizer.encode_batch(texts) if texts else [ids for ids in self.prompt if isinstance(ids, list)]
+        return served.encode(texts) if texts else [ids for ids in self.prompt if isinstance(ids, list)]
 
 
 class TextPart(Body):
@@ -331,7 +332,9 @@ class ChatBody(GenerationBody):
             self.max_tokens is None or self.max_completion_tokens is None,
             "Give 'max_completion_tokens' or 'max_tokens', not both.",
         )
-        prompt = served.chat.encode([message.to_message() for message in self.messages])
+        messages = [message.to_message() for message in self.messages]
+        served.check_length(served.chat.fewest_tokens(messages), "messages", "at least ")
+        prompt = served.chat.encode(messages)
         # The last new token is never fed back, so it needs no position: hence context + 1.
         free_tokens = max(1, min(served.max_output, served.config.context + 1 - len(prompt)))
         max_tokens = self.max_completion_tokens or self.max_tokens or free_tokens
@@ -377,7 +380,7 @@ class LensBody(DepthBody):
     top: int = Field(5, ge=1, le=100)
 
     def ids(self, served: Served) -> list[int]:
-        ids = served.tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
+        ids = served.encode([self.prompt])[0] if isinstance(self.prompt, str) else self.prompt
         served.check_prompt(ids, "prompt")
         return ids
 
@@ -410,7 +413,7 @@ class Served:
 
     def check_name(self, name: str | None) -> None:
         if name is not None and name != self.name:
-            sentence = f"The model '{name[:64]}' is not served here; '{self.name}' is."
+            sentence = f"The model '{shortened(name)}' is not served here; '{self.name}' is."
             raise ApiError(sentence, 404, "model_not_found", "model")
 
     def resolve(self, field: str, value: int | str) -> Trajectory:
@@ -437,9 +440,22 @@ class Served:
     def check_prompt(self, ids: Sequence[int], field: str) -> None:
         need(len(ids) > 0, field, "The prompt is empty; give at least one character.")
         self.check_ids(ids, field)
-        if len(ids) > self.max_prompt:
-            sentence = f"The prompt has {len(ids)} tokens; this server accepts at most {self.max_prompt}."
+        self.check_length(len(ids), field)
+
+    def check_length(self, tokens: int, field: str, at_least: str = "") -> None:
+        if tokens > self.max_prompt:
+            sentence = f"The prompt has {at_least}{tokens} tokens; this server accepts at most {self.max_prompt}."
             raise ApiError(sentence, 400, "context_length_exceeded", field)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of the texts of a prompt. One that is surely too long is refused before it is encoded, and one
+        that is too long before the next one is."""
+        prompts = []
+        for text in texts:
+            self.check_length(self.tokenizer.fewest_tokens(text), "prompt", "at least ")
+            prompts.append(self.tokenizer.encode(text))
+            self.check_length(len(prompts[-1]), "prompt")
+        return prompts
 
     def token_text(self, token: int) -> str:
         return self.tokenizer.decode([token], special=True)

@@ -28,11 +28,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from prometheus_client import Counter
 from starlette.middleware.cors import CORSMiddleware
@@ -56,6 +58,8 @@ if sys.platform != "win32":
 
 logger = logging.getLogger(__name__)
 HEAD_SECONDS = 10  # for a client to send the head of a request
+MAX_TINY_PIECES = 1024  # of a body, and one more for each PIECE_BYTES: a piece takes 4 us of the event loop
+PIECE_BYTES = 64
 IDLE_SECONDS = 15  # keep-alive; Python's clients close idle connections after 5 s, so they never reuse a closed one
 MAX_ACCEPTS = 16  # connections that asyncio accepts at once; it cannot close any of them in between
 BACKLOG = 2048  # connections that wait in the kernel to be accepted
@@ -135,6 +139,7 @@ def inspect_model(model: str) -> tuple[ModelConfig, ChatTemplate]:
         raise LoopformerError(NO_TOKENIZER)
     chat = ChatTemplate.find(Tokenizer.load(folder), resolve_model_path(model), run_folder_of(model))
     chat.encode([{"role": "user", "content": "?"}])  # a broken template fails here, not at the first chat
+    chat.tokenizer.fewest_tokens("")  # computes what later calls need
     return config, chat
 
 
@@ -191,18 +196,36 @@ class IdleConnections(dict["LimitedProtocol", None]):
         self.limit, self.was_full = limit, False
 
 
-class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol with two limits.
+class LimitedConnection(h11.Connection):
+    """h11's state of a connection, which refuses a body in tiny pieces: each takes time, however small it is."""
 
-    A connection that does not send the head of a request in time is closed. At the maximum number of connections a
-    new one replaces the one that has been idle longest, or gets a 503 if none is idle. A connection counts as idle
-    until its request is complete. Otherwise half-sent bodies would keep everybody else out.
+    _pieces = _size = 0  # of the current body
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._pieces = self._size = 0
+        elif isinstance(event, h11.Data):
+            self._pieces, self._size = self._pieces + 1, self._size + len(event.data)
+            if self._pieces > MAX_TINY_PIECES + self._size // PIECE_BYTES:
+                raise h11.RemoteProtocolError("The body comes in too many pieces.")
+        return event
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's HTTP protocol with three limits.
+
+    A connection that does not send the head of a request in time is closed. A body in thousands of tiny pieces is
+    refused. At the maximum number of connections a new one replaces the one that has been idle longest, or gets a
+    503 if none is idle. A connection counts as idle until its request is complete. Otherwise half-sent bodies would
+    keep everybody else out.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, idle: IdleConnections, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = LimitedConnection(h11.SERVER)
         self._idle = idle
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -214,6 +237,13 @@ class LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._update_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, unless the answer came before the end of the body, and close the connection."""
+        cycle = self.cycle
+        if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
+            self.transport.write(_raw_answer(ApiError("The request is not HTTP, or its body is in tiny pieces.")))
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -253,7 +283,8 @@ class LimitedProtocol(H11Protocol):
             logger.warning(sentence, self._idle.limit)
         oldest = next(iter(self._idle))
         if oldest is self:
-            self.transport.write(_full_answer())
+            sentence = "All connections are in use; try again in a second."
+            self.transport.write(_raw_answer(ApiError(sentence, 503, "server_full", **{"retry-after": "1"})))
             self.transport.close()
         else:
             oldest.transport.abort()
@@ -262,11 +293,12 @@ class LimitedProtocol(H11Protocol):
         self.connections.discard(oldest)
 
 
-def _full_answer() -> bytes:
-    error = ApiError("All connections are in use; try again in a second.", 503, "server_full")
-    body = error.answer().to_json().encode()
-    head = "HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1"
-    return f"{head}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+def _raw_answer(error: ApiError) -> bytes:
+    """The answer to what did not become a request."""
+    response = error.to_response()
+    head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"Connection: close"]
+    head += [name.title() + b": " + value for name, value in response.raw_headers]
+    return b"\r\n".join([*head, b"", bytes(response.body)])
 
 
 class DrainingServer(uvicorn.Server):
@@ -284,6 +316,7 @@ class DrainingServer(uvicorn.Server):
             access_log=False,
             lifespan="off",
             server_header=False,
+            proxy_headers=False,  # uvicorn would believe the address that any client on loopback sends
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )

@@ -229,7 +229,9 @@ class Generation:
                 self._finish_empty(index)
 
     async def _score_prompt(self, index: int, alternatives: int) -> list[TokenScore]:
-        call = self._service.engine.score(self.job.prompt_of(index), self.trajectory, alternatives, by_loop=False)
+        job, engine = self.job, self._service.engine
+        prompt = job.prompt_of(index)
+        call = engine.score(prompt, self.trajectory, alternatives, by_loop=False, client=job.client)
         scores = await self._service.scores(call, self.began)
         assert isinstance(scores, PromptScores)
         return scores.tokens
@@ -322,7 +324,7 @@ class Service:
         """The most likely next tokens after each loop."""
         with self._admit(path, 1, lambda _: 0, trajectory, trajectory.budget, client) as (_, log_fields):
             log_fields |= {"trajectory": str(trajectory), "prompt_tokens": len(ids)}
-            call = self.engine.score(ids, trajectory, top, by_loop=True)
+            call = self.engine.score(ids, trajectory, top, by_loop=True, client=client)
             scores = await self.scores(call, time.monotonic())
             assert isinstance(scores, LensScores)
             return scores.loops

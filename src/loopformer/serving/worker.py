@@ -158,7 +158,7 @@ class _Worker:
     def __init__(self, lm: LM, engine: Engine, connection: Connection, heartbeat_seconds: float) -> None:
         self._lm, self._engine, self._pipe, self._heartbeat = lm, engine, connection, heartbeat_seconds
         self._sent_counts = engine.counts  # up to the last message; the warm-up is not reported
-        self._score_queue: list[ScoreRequest] = []
+        self._score_queues: dict[str, list[ScoreRequest]] = {}  # by client, in the order of their turns
         self._next_score_at = 0.0  # ignored while no text is generated
         self._texts: dict[int, _PacedText] = {}  # by the engine's ticket
         self._outputs: list[EngineOutput] = []
@@ -168,7 +168,7 @@ class _Worker:
     def run(self) -> None:
         failures = 0
         while True:
-            if not self._score_queue and self._engine.idle:
+            if not self._score_queues and self._engine.idle:
                 while not self._pipe.poll(self._heartbeat):
                     self._send()  # an idle process shows that it is alive
             while self._pipe.poll():
@@ -200,20 +200,29 @@ class _Worker:
             else:
                 self._texts[ticket] = _PacedText(message.number, message.stream)
         elif isinstance(message, ScoreRequest):
-            self._score_queue.append(message)
+            self._score_queues.setdefault(message.client, []).append(message)
         else:
             number = message.number
-            self._score_queue = [waiting for waiting in self._score_queue if waiting.number != number]
+            left = {
+                client: [request for request in waiting if request.number != number]
+                for client, waiting in self._score_queues.items()
+            }
+            self._score_queues = {client: waiting for client, waiting in left.items() if waiting}
             for ticket in [ticket for ticket, text in self._texts.items() if text.number == number]:
                 self._engine.cancel(ticket)
                 del self._texts[ticket]
 
     def _score(self) -> None:
-        """Answer one ScoreRequest. The next one waits as long as this one took, so that generation goes on."""
+        """Answer one ScoreRequest of the next client. The next one waits as long as this one took, so that
+        generation goes on."""
         began = time.monotonic()
-        if not self._score_queue or (began < self._next_score_at and not self._engine.idle):
+        if not self._score_queues or (began < self._next_score_at and not self._engine.idle):
             return
-        request, model = self._score_queue.pop(0), self._lm.model
+        client, (request, *others) = next(iter(self._score_queues.items()))
+        del self._score_queues[client]
+        if others:
+            self._score_queues[client] = others  # behind the other clients
+        model = self._lm.model
         content: LensScores | PromptScores | LoopformerError
         try:
             arguments = model, list(request.ids), model.resolve(request.trajectory), request.top
@@ -251,7 +260,7 @@ class _Worker:
         clients = Counter(sequence.request.client for sequence in engine.scheduler.running)
         stats = EngineStats(
             engine.running,
-            len(self._score_queue) + engine.waiting,
+            sum(map(len, self._score_queues.values())) + engine.waiting,
             max(clients.values(), default=0),
             engine.used_bytes / engine.memory_bytes,
             counts.prompt_tokens - sent.prompt_tokens,
