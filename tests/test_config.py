@@ -15,6 +15,7 @@ from loopformer.config import (
     run_from_mapping,
     run_to_mapping,
 )
+from loopformer.errors import MAX_CHARS
 from loopformer.model import LoopedLM
 
 FAMILIES = ("base-loop", "tmlt", "loopformer")
@@ -132,28 +133,29 @@ LONG = "9" * 10_000
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        (f"training.seed={LONG}", "The value of training.seed is not readable: '9{78}…."),
-        ("training.seed=0x" + "f" * 80, "training.seed must be 0 or more and below .*, got [0-9]{79}…"),
+        (f"training.seed={LONG}", "The value of training.seed is not readable: '9+…9+'."),
+        ("training.seed=0x" + "f" * 80, "training.seed must be 0 or more and below .*, got [0-9]{97}\\."),
         ("training.learning_rate=0x" + "f" * 90_000, "The value of training.learning_rate is not readable"),
         ("training.clip=0x" + "f" * 98, None),
         ("training.is=!!bool maybe", "The value of training.is is not readable: '!!bool maybe'"),
         ("training.device=[" + LONG[:100] + ", " * 2000 + "1]", "The value of training.device is not readable"),
-        ("training.optimizer=" + "a" * 10_000, "training.optimizer must be one of adamw, muon, got 'a{78}…"),
-        ("training." + "a" * 10_000 + "=1", "Unknown setting training.a{79}…; valid are steps"),
-        ("a" * 10_000 + "=1", "Unknown setting a{79}…; sections are"),
-        ("a" * 10_000, "'a{78}… is not a setting; write key=value"),
+        ("training.optimizer=" + "a" * 10_000, "training.optimizer must be one of adamw, muon, got 'a+…a+'"),
+        ("training." + "a" * 10_000 + "=1", "Unknown setting training.a+…"),
+        ("a" * 10_000 + "=1", "Unknown setting a+…a+; sections are"),
+        ("a" * 10_000, "'a+…a+' is not a setting; write key=value"),
     ],
 )
 def test_what_a_user_writes_is_cut_in_errors(override: str, said: str | None) -> None:
     if said is None:
         assert load_run("demo", [override])[0].training.clip == float(int("f" * 98, 16))
         return
-    with pytest.raises(LoopformerError, match=said):
+    with pytest.raises(LoopformerError, match=said) as error:
         load_run("demo", [override])
+    assert len(str(error.value)) <= MAX_CHARS + 1
 
 
 def test_a_number_beyond_a_float_is_one_sentence() -> None:
-    with pytest.raises(LoopformerError, match=r"learning_rate must be a finite number, got 10{78}…"):
+    with pytest.raises(LoopformerError, match=r"learning_rate must be a finite number, got 10+…0+\."):
         run_from_mapping({"training": {"learning_rate": 10**4000}})
 
 

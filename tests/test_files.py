@@ -195,17 +195,17 @@ def test_a_key_must_not_repeat_in_yaml(tmp_path: Path, content: str, lines: str)
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("seed: " + "9" * 10_000, r"9{79}… has more than 100 digits"),
-        ("seed: -0x" + "f" * 300_000, r"-0xf{76}… has more than 100 digits"),
-        ("seed: 1" + ":59" * 300_000, r"1(:59){26}… has more than 100 digits"),  # base 60, in quadratic time
-        ("seed: 1" + ":59" * 300_000 + ".5", r"1(:59){26}… has more than 100 digits"),
-        ("rate: " + "9" * 10_000 + ".5", r"9{79}… has more than 100 digits"),
+        ("seed: " + "9" * 10_000, r"9+…[9.5]+ has more than 100 digits"),
+        ("seed: -0x" + "f" * 300_000, r"-0xf+…f+ has more than 100 digits"),
+        ("seed: 1" + ":59" * 300_000, r"1(:59)+.*….* has more than 100 digits"),  # base 60, in quadratic time
+        ("seed: 1" + ":59" * 300_000 + ".5", r"1(:59)+.*….* has more than 100 digits"),
+        ("rate: " + "9" * 10_000 + ".5", r"9+…[9.5]+ has more than 100 digits"),
         ("a: 1\nday: 2001-99-99", "'2001-99-99' in line 2 is no timestamp"),
         ("is: !!bool maybe", "'maybe' in line 1 is no bool"),
         ("seed: !!int ''", "'' in line 1 is no int"),
         ("seed: !!float many", "'many' in line 1 is no float"),
         ("day: !!timestamp never", "'never' in line 1 is no timestamp"),
-        (f"{'k' * 1000}: 1\n" * 2, "k{79}… appears twice, in lines 1 and 2; keep one"),
+        (f"{'k' * 1000}: 1\n" * 2, "k+…k+ appears twice, in lines 1 and 2; keep one"),
     ],
 )
 def test_values_that_yaml_cannot_hold_are_named_and_cut(tmp_path: Path, content: str, said: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopformer.errors import LoopformerError, nearest, shortened
+from loopformer.errors import LoopformerError, nearest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 PEAK_BF16_TFLOPS = {"H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
@@ -23,7 +23,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise LoopformerError(f"{shortened(repr(name))} is not a device; use auto, cpu, cuda or mps.") from error
+        raise LoopformerError(f"{name!r} is not a device; use auto, cpu, cuda or mps.") from error
     if device.type not in ("cpu", "cuda", "mps"):
         raise LoopformerError(f"Loopformer does not run on {name!r}; use auto, cpu, cuda or mps.")
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -27,14 +27,23 @@ REMOVED = {
     "int8": "int8 was removed; choose the dtype int8 on a CPU, or bfloat16 on a GPU.",
     "bench memory": "bench memory was removed; use bench train, whose rows have the peak memory.",
 }
+MAX_CHARS = 1000  # of a sentence
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class LoopformerError(ValueError):
-    """Wrong input: text, an option, a setting. The message is one sentence: what is wrong, what to do."""
+    """Wrong input: text, an option, a setting. The message is one sentence: what is wrong, what to do.
+
+    A long one, which repeats a value of the user's, is cut in the middle.
+    """
 
     exit_code = 2
+
+    def __init__(self, sentence: str) -> None:
+        if len(sentence) > MAX_CHARS:
+            sentence = f"{sentence[: MAX_CHARS // 2]}…{sentence[-MAX_CHARS // 2 :]}"
+        super().__init__(sentence)
 
 
 class RunFailed(LoopformerError):
@@ -53,12 +62,6 @@ def require(condition: bool, sentence: str) -> None:
     """Raise a LoopformerError with the sentence unless the condition holds."""
     if not condition:
         raise LoopformerError(sentence)
-
-
-def shortened(value: object) -> str:
-    """A value as an error shows it, cut to 80 characters."""
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def nearest(word: str, known: list[str], otherwise: str | None = None) -> str:

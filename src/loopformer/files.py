@@ -25,7 +25,7 @@ from typing import IO, Any
 import yaml
 from filelock import lock_descriptor
 
-from loopformer.errors import FileProblem, remedy, shortened, unreadable
+from loopformer.errors import FileProblem, remedy, unreadable
 
 _READ_BYTES = 1 << 20  # per read
 _MAX_YAML_DEPTH = 32
@@ -262,14 +262,13 @@ class _StrictLoader(yaml.SafeLoader):
         if isinstance(node, yaml.ScalarNode):
             is_number = node.tag.endswith((":int", ":float"))
             if is_number and len(node.value) > _MAX_NUMBER_CHARS:
-                raise yaml.YAMLError(f"{shortened(node.value)} has more than {_MAX_NUMBER_CHARS} digits")
+                raise yaml.YAMLError(f"{node.value} has more than {_MAX_NUMBER_CHARS} digits")
         lines: dict[str, int] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode):
                 line = key.start_mark.line + 1
                 if first := lines.get(key.value):  # YAML would silently drop the first value
-                    name = shortened(key.value)
-                    raise yaml.YAMLError(f"{name} appears twice, in lines {first} and {line}; keep one")
+                    raise yaml.YAMLError(f"{key.value} appears twice, in lines {first} and {line}; keep one")
                 lines[key.value] = line
         return node
 
@@ -277,7 +276,7 @@ class _StrictLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (AttributeError, LookupError, ValueError) as error:  # what the library raises depends on the type
-            value, kind = shortened(repr(node.value)), node.tag.rpartition(":")[2]
+            value, kind = repr(node.value), node.tag.rpartition(":")[2]
             raise yaml.YAMLError(f"{value} in line {node.start_mark.line + 1} is no {kind}") from error
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device
-from loopformer.errors import NO_TOKENIZER, REMOVED, LoopformerError, nearest, require, shortened
+from loopformer.errors import NO_TOKENIZER, REMOVED, LoopformerError, nearest, require
 from loopformer.inference.engine import Engine, generate
 from loopformer.inference.fused.batch_pool import BatchPool, unsupported_reason
 from loopformer.inference.request import Event, Request, Result, Sampling, is_whole
@@ -118,7 +118,7 @@ class LM:
         fast; see `GenerateOptions`.
         """
         if not isinstance(prompt, Iterable):
-            raise LoopformerError(f"A prompt is text, or a list of texts; got {shortened(repr(prompt))}.")
+            raise LoopformerError(f"A prompt is text, or a list of texts; got {prompt!r}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         fast = options.pop("fast", "auto")
         requests = self.requests(prompts, budget, trajectory, **options)  # type: ignore[misc]
@@ -242,7 +242,7 @@ class LM:
     def _encode(self, text: str) -> list[int]:
         """The token ids of a text. Raises if it is not a str that UTF-8 can encode, or too long for sure."""
         if not isinstance(text, str):
-            raise LoopformerError(f"A prompt or text must be text, got {shortened(repr(text))}.")
+            raise LoopformerError(f"A prompt or text must be text, got {text!r}.")
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -22,7 +22,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
-from loopformer.errors import LoopformerError, shortened
+from loopformer.errors import LoopformerError
 
 Number = Fraction | int | float | str
 Sampler = Literal["compositions", "sequential", "uniform", "continuous"]
@@ -127,7 +127,7 @@ class Trajectory:
         except (ZeroDivisionError, _NotANumber):
             pass
         raise LoopformerError(
-            f"Cannot read {shortened(text)!r} as a trajectory; write a budget (4), weights (2-1-2-3), "
+            f"Cannot read {text!r} as a trajectory; write a budget (4), weights (2-1-2-3), "
             "steps that sum to 1 (0.25,0.25,0.5 or 1/4,1/4,1/2) or a family (cosine:4)."
         )
 
@@ -199,13 +199,11 @@ def _check_budget(given: int, loops: int | None = None) -> int:
     except TypeError:
         budget = 0
     if budget < 1:
-        raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {shortened(repr(given))}.")
+        raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {given!r}.")
     if loops is not None and budget > loops:
-        raise LoopformerError(
-            f"Budget {shortened(budget)} is above the model's {loops} loops; choose 1 to {loops}."
-        )
+        raise LoopformerError(f"Budget {budget} is above the model's {loops} loops; choose 1 to {loops}.")
     if budget > MAX_STEPS:
-        raise LoopformerError(f"A trajectory has at most {MAX_STEPS} steps, not {shortened(budget)}.")
+        raise LoopformerError(f"A trajectory has at most {MAX_STEPS} steps, not {budget}.")
     return budget
 
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from loopformer import LM, LoopformerError, Trajectory
-from loopformer.errors import RunFailed
+from loopformer.errors import MAX_CHARS, RunFailed
 from loopformer.inference.chat import ChatTemplate
 from loopformer.inference.request import Sampling
 from loopformer.serving.protocol import (
@@ -179,7 +179,7 @@ def test_a_chat_lists_alternatives_when_it_is_asked_to(
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"), [("bugdet", "bugdet"), ("x" * 99, "x" * 79 + "…"), ("a\udc80", "a\\udc80")], ids=repr
+    ("name", "shown"), [("bugdet", "bugdet"), ("x" * 99, "x" * 64), ("a\udc80", "a\\udc80")], ids=repr
 )
 def test_an_unknown_field_is_named(name: str, shown: str) -> None:
     with pytest.raises(ValidationError) as refused:
@@ -189,11 +189,11 @@ def test_an_unknown_field_is_named(name: str, shown: str) -> None:
 
 @pytest.mark.parametrize("field", ["budget", "min_budget", "max_tokens", "trajectory", "model"])
 def test_a_long_value_is_not_repeated_whole(served: Served, field: str) -> None:
-    value: Any = "9" * 250 if field in ("trajectory", "model") else 10**250
+    value: Any = "9" * 250 if field in ("trajectory", "model") else 10**2000
     with pytest.raises(ApiError) as refused:
         completion(**{field: value}).job(served)
     assert "9" * 70 in str(refused.value) or "0" * 70 in str(refused.value)
-    assert len(str(refused.value)) < 300
+    assert len(str(refused.value)) <= MAX_CHARS + 1
 
 
 def test_a_long_unknown_field_is_refused_as_fast_as_a_short_one() -> None:

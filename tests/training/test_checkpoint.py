@@ -40,7 +40,7 @@ def reseal(checkpoint: Path) -> None:
     [
         ("step", None, "step must be a whole number, got None"),
         ("step", 4, "step is 4"),
-        ("step", 10**400, "step is 10{78}…"),
+        ("step", 10**400, "step is 10+"),
         ("updates", "six", "updates must be a whole number, got 'six'"),
         ("updates", -1, "updates must be 0 or more, got -1"),
         ("tokens", True, "tokens must be a whole number, got True"),

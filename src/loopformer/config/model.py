@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from loopformer.errors import LoopformerError, nearest, require, shortened
+from loopformer.errors import LoopformerError, nearest, require
 
 Conditioning = Literal["none", "index", "time", "step", "trajectory"]
 FORMAT, VERSION = "loopformer-model", 1  # what config.json of a model folder says
@@ -62,7 +62,7 @@ def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 def from_mapping(cls: type[T], values: Any, where: str) -> T:
     """A settings dataclass from plain data. `where` is its name in errors."""
     if not isinstance(values, Mapping):
-        raise LoopformerError(f"{where} must be a mapping of settings, got {shortened(repr(values))}.")
+        raise LoopformerError(f"{where} must be a mapping of settings, got {values!r}.")
     values = with_current_keys(values)
     check_keys(values, setting_names(cls), f"{where}.")
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def check_keys(values: Mapping[str, Any], known: list[str], prefix: str = "") ->
             hint = nearest(str(key), known)
             if prefix.removesuffix(".").isidentifier():  # a section, so a user can copy the whole name
                 hint = hint.replace("did you mean ", f"did you mean {prefix}")
-            raise LoopformerError(f"Unknown setting {prefix}{shortened(key)}; {hint}")
+            raise LoopformerError(f"Unknown setting {prefix}{key}; {hint}")
 
 
 def check_settings(settings: Any, where: str) -> None:
@@ -89,7 +89,7 @@ def check_settings(settings: Any, where: str) -> None:
         name, hint = prefix + field.name, hints[field.name]
         value = _converted(getattr(settings, field.name), hint, name)
         if not _matches(value, hint):
-            raise LoopformerError(f"{name} must be {_describe(hint)}, got {shortened(repr(value))}.")
+            raise LoopformerError(f"{name} must be {_describe(hint)}, got {value!r}.")
         if isinstance(value, int | float):
             _check_bounds(value, name, field.metadata)
         object.__setattr__(settings, field.name, value)
@@ -114,7 +114,7 @@ def _check_bounds(value: float, name: str, bounds: Mapping[str, Any]) -> None:
     high = high if below is None else f" and below {below:,}"
     is_low = (minimum is not None and value < minimum) or (above is not None and value <= above)
     is_high = (maximum is not None and value > maximum) or (below is not None and value >= below)
-    require(not is_low and not is_high, f"{name} must be {low}{high}, got {shortened(value)}.")
+    require(not is_low and not is_high, f"{name} must be {low}{high}, got {value}.")
 
 
 def as_number(value: Any) -> float | None:
@@ -160,9 +160,7 @@ def parse_counts(text: str, option: str) -> list[int]:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = [0]  # refused below
-    require(
-        min(numbers) >= 1, f"{option} takes whole numbers of 1 or more, such as 1,2,4, not {shortened(repr(text))}."
-    )
+    require(min(numbers) >= 1, f"{option} takes whole numbers of 1 or more, such as 1,2,4, not {text!r}.")
     return numbers
 
 

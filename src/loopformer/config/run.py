@@ -32,7 +32,7 @@ from loopformer.config.model import (
     setting_names,
     with_current_keys,
 )
-from loopformer.errors import FileProblem, LoopformerError, nearest, require, shortened
+from loopformer.errors import FileProblem, LoopformerError, nearest, require
 from loopformer.files import parse_yaml, read_yaml
 from loopformer.trajectory import Sampler
 
@@ -70,7 +70,7 @@ class TrainedTrajectory:
     exits: float = setting(0.0, "Weight of the cross-entropy after one of its loops before the last.", minimum=0)
 
     def __post_init__(self) -> None:
-        where = f"objective.trajectories, budget {shortened(self)}"
+        where = f"objective.trajectories, budget {self}"
         bounds = list(self.budget) if isinstance(self.budget, list | tuple) else [self.budget]
         is_range = len(bounds) in (1, 2) and all(type(bound) is int and bound >= 1 for bound in bounds)
         is_budget = self.budget in ("full", "short", "any") or (is_range and bounds == sorted(bounds))
@@ -303,7 +303,7 @@ def run_from_mapping(settings: Mapping[str, Any]) -> RunConfig:
         settings["model"] = {**model, "vocab": max(1, rows)}
     require(
         init_from is None or isinstance(init_from, str),
-        f"init_from must be a path, got {shortened(repr(init_from))}.",
+        f"init_from must be a path, got {init_from!r}.",
     )
     sections: dict[str, Any] = {name: from_mapping(cls, settings[name], name) for name, cls in SECTIONS.items()}
     return RunConfig(**sections, init_from=init_from)
@@ -315,9 +315,7 @@ def _with_current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     check_keys(settings, [*SECTIONS, "init_from", "sizes"])
     sections = {name: settings.get(name) or {} for name in SECTIONS}
     for name, section in sections.items():
-        require(
-            isinstance(section, Mapping), f"{name} must be a mapping of settings, got {shortened(repr(section))}."
-        )
+        require(isinstance(section, Mapping), f"{name} must be a mapping of settings, got {section!r}.")
         sections[name] = with_current_keys(section)
     objective = sections["objective"]
     old = {key: value for key in OLD_DEFAULTS if (value := objective.pop(key, None)) is not None}
@@ -343,9 +341,7 @@ def run_to_yaml(run: RunConfig) -> str:
 def _apply(settings: dict[str, Any], override: str) -> None:
     """Set one `section.key=value`; the value is read as YAML."""
     name, equals, text = override.partition("=")
-    require(
-        bool(equals), f"{shortened(repr(override))} is not a setting; write key=value, as in training.steps=100."
-    )
+    require(bool(equals), f"{override!r} is not a setting; write key=value, as in training.steps=100.")
     if name == "init_from":
         settings["init_from"] = None if text in ("", "~", "null") else text
         return
@@ -354,7 +350,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         keys = [f"{section}.{key}" for section, cls in SECTIONS.items() for key in setting_names(cls)]
         full = next((key for key in keys if key.endswith(f".{name}")), None)
         hint = f"did you mean {full}?" if full else nearest(name, keys, f"sections are {', '.join(SECTIONS)}.")
-        raise LoopformerError(f"Unknown setting {shortened(name)}; {hint}")
+        raise LoopformerError(f"Unknown setting {name}; {hint}")
     require(
         section != "objective" or key not in OLD_DEFAULTS,
         f"{name} was removed; write the list of trajectories instead, as in "
@@ -363,7 +359,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     try:
         value = parse_yaml(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise LoopformerError(f"The value of {name} is not readable: {shortened(repr(text))}.") from error
+        raise LoopformerError(f"The value of {name} is not readable: {text!r}.") from error
     settings[section][RENAMED_KEYS.get(key, key)] = value
 
 

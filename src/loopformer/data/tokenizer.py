@@ -46,7 +46,7 @@ import numpy.typing as npt
 
 from loopformer.config.model import BOX, bundled_model_dir
 from loopformer.data.splits import clean, cut
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, require, shortened
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import write_atomic
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Tokenizer:
         """The same tokenizer with another end token."""
         end_id = self._tokenizer.get_vocab(with_added_tokens=True).get(token)
         if end_id is None:
-            raise LoopformerError(f"The tokenizer has no token {shortened(repr(token))} that could end a text.")
+            raise LoopformerError(f"The tokenizer has no token {token!r} that could end a text.")
         other = copy.copy(self)
         other.eot = end_id
         return other
@@ -300,7 +300,7 @@ def training_pieces(documents: Iterable[Sequence[str]], shares: int = 1) -> Iter
 
 def check_vocab_size(vocab_size: int) -> None:
     fits = 257 <= vocab_size <= _MAX_VOCAB
-    require(fits, f"A byte-level tokenizer has 257 ids or more, up to {_MAX_VOCAB:,}; got {shortened(vocab_size)}.")
+    require(fits, f"A byte-level tokenizer has 257 ids or more, up to {_MAX_VOCAB:,}; got {vocab_size}.")
 
 
 def _train(texts: Iterable[str], vocab_size: int) -> str:
@@ -496,9 +496,8 @@ def parse_example(record: dict[str, Any], where: str) -> Example:
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if role not in tuple(ROLES) or not isinstance(content, str):
-            shown = shortened(repr(role))
             raise LoopformerError(
-                f"{where} has a turn of role {shown}; each needs a role of {', '.join(ROLES)} and text."
+                f"{where} has a turn of role {role!r}; each needs a role of {', '.join(ROLES)} and text."
             )
         if role == "assistant":
             segments += [Segment(context + ROLES[role], False), Segment(" " + clean(content), True)]

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from loopformer.errors import REMOVED, FileProblem, LoopformerError, RunFailed, nearest, shortened, unreadable
+from loopformer.errors import REMOVED, FileProblem, LoopformerError, RunFailed, nearest, unreadable
 from loopformer.files import append_line, explain_write_errors, open_atomic, open_exclusive, read_json, write_json
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Event, Request
@@ -172,10 +172,10 @@ def _check_fields(fields: dict[str, Any]) -> None:
         if name in REMOVED:
             raise LoopformerError(REMOVED[name])
         if name not in _FIELDS:
-            raise LoopformerError(f"Unknown field {shortened(name)}; {nearest(name, [*_FIELDS, 'id'])}")
+            raise LoopformerError(f"Unknown field {name}; {nearest(name, [*_FIELDS, 'id'])}")
         types, expected = _FIELDS[name]
         if isinstance(value, bool) or not isinstance(value, types):
-            raise LoopformerError(f"{name} must be {expected}, got {shortened(repr(value))}.")
+            raise LoopformerError(f"{name} must be {expected}, got {value!r}.")
     if "prompt" not in fields:
         raise LoopformerError("The line has no prompt; add one.")
 

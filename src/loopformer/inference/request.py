@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Literal, NamedTuple
 
-from loopformer.errors import LoopformerError, require, shortened
+from loopformer.errors import LoopformerError, require
 from loopformer.trajectory import Trajectory
 
 TopLogprobs = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
@@ -43,11 +43,11 @@ class Sampling:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
             if not _is_finite(value):
-                raise LoopformerError(f"{name} must be a finite number, got {shortened(repr(value))}.")
+                raise LoopformerError(f"{name} must be a finite number, got {value!r}.")
         for name in ("top_k", "seed"):
             value = getattr(self, name)
             if not (value is None or is_whole(value)):
-                raise LoopformerError(f"{name} must be a whole number, got {shortened(repr(value))}.")
+                raise LoopformerError(f"{name} must be a whole number, got {value!r}.")
         for name, is_valid, bounds in (
             ("temperature", self.temperature >= 0, "be 0 (greedy) or more"),
             ("top_k", self.top_k is None or self.top_k >= 1, "be 1 or more"),
@@ -55,7 +55,7 @@ class Sampling:
             ("min_p", 0 <= self.min_p <= 1, "lie in [0, 1]"),
             ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "lie in [0.01, 100]"),
         ):
-            require(is_valid, f"{name} must {bounds}, got {shortened(getattr(self, name))}.")
+            require(is_valid, f"{name} must {bounds}, got {getattr(self, name)}.")
 
     @property
     def greedy(self) -> bool:
@@ -86,9 +86,7 @@ class Request:
         if not isinstance(self.trajectory, Trajectory):
             raise LoopformerError(f"{self.trajectory!r} is no Trajectory; make one with Trajectory.parse(…).")
         if not (is_whole(self.max_tokens) and self.max_tokens >= 1):
-            raise LoopformerError(
-                f"max_tokens must be 1 or more, a whole number; got {shortened(repr(self.max_tokens))}."
-            )
+            raise LoopformerError(f"max_tokens must be 1 or more, a whole number; got {self.max_tokens!r}.")
         if not (is_whole(self.top_logprobs) and self.top_logprobs >= 0):
             raise LoopformerError(f"top_logprobs must be 0 or more, a whole number; got {self.top_logprobs!r}.")
         if not (is_whole(self.priority) and abs(self.priority) <= MAX_PRIORITY):
@@ -97,11 +95,10 @@ class Request:
             )
         stops: object = self.stops
         if isinstance(stops, str):
-            shown = shortened(repr(stops))
-            raise LoopformerError(f"stops must be a tuple of strings, not {shown}; write ({shown},).")
+            raise LoopformerError(f"stops must be a tuple of strings, not {stops!r}; write ({stops!r},).")
         for stop in self.stops:
             if not isinstance(stop, str):
-                raise LoopformerError(f"A stop string must be text, got {shortened(repr(stop))}.")
+                raise LoopformerError(f"A stop string must be text, got {stop!r}.")
             if len(stop) > MAX_STOP_CHARS:
                 raise LoopformerError(f"A stop string may have {MAX_STOP_CHARS} characters, got {len(stop)}.")
         if len(self.stops) > MAX_STOPS:

@@ -29,7 +29,7 @@ from torch import Tensor
 from loopformer.config import ModelConfig, from_mapping, load_run
 from loopformer.config.model import BOX, FORMAT, VERSION, bundled_model_dir
 from loopformer.data.shards import INDEX_FILE, is_prepared
-from loopformer.errors import FileProblem, LoopformerError, shortened, unreadable
+from loopformer.errors import FileProblem, LoopformerError, unreadable
 from loopformer.files import DamagedFile, read_json, sha256_of
 from loopformer.model import LoopedLM
 
@@ -62,9 +62,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     path = Path(folder) / CONFIG
     content = read_json(path)
     if (version := content.get("version")) != VERSION:
-        raise FileProblem(
-            f"{path} has version {shortened(repr(version))}, this loopformer reads {VERSION}; update it."
-        )
+        raise FileProblem(f"{path} has version {version!r}, this loopformer reads {VERSION}; update it.")
     if not isinstance(content.get("source", {}), dict):
         raise FileProblem(f"{path} is damaged: its source is no mapping; fetch it again.")
     return from_mapping(ModelConfig, content.get("model"), "model")
@@ -119,9 +117,7 @@ def build(config: ModelConfig, tensors: Mapping[str, Tensor], alias: Callable[[s
                 "expected from the model's sizes; the file is damaged or mixes models."
             )
     if extra := sorted(set(tensors) - set(expected)):
-        raise FileProblem(
-            f"The tensor {shortened(alias(extra[0]))} does not belong to a {config.conditioning!r} model."
-        )
+        raise FileProblem(f"The tensor {alias(extra[0])} does not belong to a {config.conditioning!r} model.")
     # Copy the tensors instead of keeping views of the file, which may be aligned differently. CPU kernels round
     # differently on such memory, and a resumed run must be bit-exact.
     owned = {name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from loopformer.config import Conditioning, ModelConfig
-from loopformer.errors import FileProblem, LoopformerError, nearest, require, shortened
+from loopformer.errors import FileProblem, LoopformerError, nearest, require
 from loopformer.files import read_json
 from loopformer.loading.folder import (
     CONFIG,
@@ -91,7 +91,7 @@ def from_state_dict(tensors: dict[str, Tensor], heads: int | None = None, loops:
     for name in published:
         if name not in names and name != "lm_head.weight":
             raise FileProblem(
-                f"The tensor {shortened(name)} is not one of a published LoopFormer, TMLT, Base-Loop or Base model."
+                f"The tensor {name} is not one of a published LoopFormer, TMLT, Base-Loop or Base model."
             )
     check_dtypes(published)
     head, tokens = published.pop("lm_head.weight", None), published.get("transformer.wte.weight")

@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import LoopformerError, RunFailed, nearest, require, shortened
+from loopformer.errors import LoopformerError, RunFailed, nearest, require
 from loopformer.inference.request import MAX_PRIORITY, Request, Sampling, positions_to_reserve
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
@@ -179,7 +179,7 @@ class Body(BaseModel):
                 sentence = "'{field}' is a field of OpenAI's that is not supported here; leave it out."
                 raise PydanticCustomError("unsupported_parameter", sentence, {"field": name})
             if name not in cls.model_fields:
-                shown = shortened(encodable(str(name)))
+                shown = encodable(str(name)[:64])
                 hint = nearest(shown, list(cls.model_fields), "leave it out.")
                 sentence = "'{field}' is not a field of this request; {hint}"
                 context = {"field": shown, "hint": hint}
@@ -247,7 +247,7 @@ class GenerationBody(DepthBody):
         )
         for prompt in prompts:
             served.check_prompt(prompt, field)
-        sentence = f"'max_tokens' is at most {served.max_output} here, got {shortened(max_tokens)}."
+        sentence = f"'max_tokens' is at most {served.max_output} here, got {max_tokens}."
         need(max_tokens <= served.max_output, "max_tokens", sentence)
         top_k = self.top_k if self.top_k > 0 else None
         return Job(
@@ -413,7 +413,7 @@ class Served:
 
     def check_name(self, name: str | None) -> None:
         if name is not None and name != self.name:
-            sentence = f"The model '{shortened(name)}' is not served here; '{self.name}' is."
+            sentence = f"The model '{name}' is not served here; '{self.name}' is."
             raise ApiError(sentence, 404, "model_not_found", "model")
 
     def resolve(self, field: str, value: int | str) -> Trajectory:

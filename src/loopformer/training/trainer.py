@@ -33,7 +33,7 @@ from loopformer.data.loader import IGNORE_INDEX, Batch, Loader, Prefetcher, Wind
 from loopformer.data.shards import TokenData
 from loopformer.data.states import Group, StateLoader, StateWindows, open_data
 from loopformer.device import available_bytes, device_name
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, require, shortened
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import read_json, write_atomic
 from loopformer.loading import find_model
 from loopformer.loading.folder import (
@@ -102,9 +102,9 @@ class TrainingState:
         try:
             state = from_mapping(cls, read_json(path), str(path))
             check_settings(state, str(path))
-            require(state.step == step_of(checkpoint), f"{path}: step is {shortened(state.step)}.")
+            require(state.step == step_of(checkpoint), f"{path}: step is {state.step}.")
             fits = state.micro_batch <= run.training.batch
-            require(fits, f"{path}: micro_batch is {shortened(state.micro_batch)}, above training.batch.")
+            require(fits, f"{path}: micro_batch is {state.micro_batch}, above training.batch.")
         except LoopformerError as error:
             raise not_resumable(checkpoint, str(error).removesuffix(".")) from error
         return state
