@@ -348,6 +348,7 @@ def test_a_pool_counts_right_after_an_interruption_anywhere(act: str, twice: boo
         for ticket, holder in counted.holders.items():
             assert ticket not in before or holder.blocks == before[ticket].blocks
         assert pool.available_pages == PAGES - sum(len(block.pages) for block in counted.held_blocks), struck
+        assert all(block.cache_key == cache_key for cache_key, block in pool._cached.items()), struck
         holders = set(counted.held_blocks)
         for identity in IDENTITIES[:2]:  # what is shared now is what was written, and nobody else's
             for block in {
