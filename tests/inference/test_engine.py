@@ -228,8 +228,9 @@ def test_a_full_queue_refuses_and_a_wrong_request_hurts_no_other(lm: LM) -> None
     ]
     tickets = [engine.submit(good)]
     for request, said in wrong:
-        with pytest.raises(LoopformerError, match=said):
-            engine.submit(request)
+        for refuse in (engine.check, engine.submit):
+            with pytest.raises(LoopformerError, match=said):
+                refuse(request)
     tickets.append(engine.submit(good))
     with pytest.raises(Busy, match=r"queue is full \(2 requests are waiting\); try again later"):
         engine.submit(good)

@@ -10,6 +10,7 @@ from loopformer import Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
 from loopformer.config.run import TrainedTrajectory
 from loopformer.data.loader import IGNORE_INDEX
+from loopformer.training import objective
 from loopformer.training.objective import LossWeights, Match, Objective, head_losses
 
 from .runs import pair
@@ -255,6 +256,14 @@ def test_autocast_products_are_bf16_and_losses_fp32() -> None:
     torch.autograd.backward(sums.total)
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
+
+
+def test_only_a_gpu_runs_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective, "find_spec", lambda name: object())  # Triton may be installed without a GPU
+    monkeypatch.setattr(objective, "_fused_loss", None)  # calling it would fail
+    (weight, full), targets = made(1)
+    sums = head_losses(weight, [full], targets, [LossWeights()], None, 4)
+    torch.testing.assert_close(sums.total, plain(weight, [full], targets, [LossWeights()]))
 
 
 @pytest.mark.cuda
