@@ -16,9 +16,9 @@ from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference import runner as runner_module
 from loopformer.inference import scheduler as scheduler_module
 from loopformer.inference import sequence as sequence_module
-from loopformer.inference.engine import Engine
+from loopformer.inference.engine import Engine, warm_up
 from loopformer.inference.kv_cache import slot_bytes
-from loopformer.inference.request import Request, Result
+from loopformer.inference.request import Choice, Request, Result
 from loopformer.inference.runner import PlainRunner
 from loopformer.inference.scheduler import Busy
 from loopformer.inference.sequence import Sequence
@@ -506,3 +506,30 @@ def test_a_model_that_moves_while_its_engine_runs_is_named(lm: LM) -> None:
         engine.step()
     other.to("cpu", torch.float32)
     assert finish(engine)[0].error is None
+
+
+def test_warming_up_runs_prompts_of_every_length_and_every_number_of_rows(
+    lm: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = lm.engine(rows=3, fast=False)
+    submitted: list[tuple[int, int, int, float]] = []
+    decoded: set[int] = set()
+    decode = engine.runner.decode
+
+    def submit(request: Request) -> int:
+        sampling, budget = request.sampling, request.trajectory.budget
+        submitted.append((budget, len(request.prompt), request.max_tokens, sampling.temperature))
+        return Engine.submit(engine, request)
+
+    def count_rows(sequences: list[Sequence]) -> list[list[Choice]]:
+        decoded.add(len(sequences))
+        return decode(sequences)
+
+    monkeypatch.setattr(engine, "submit", submit)
+    monkeypatch.setattr(engine.runner, "decode", count_rows)
+    warm_up(engine, [4, 2])
+    rows = [(budget, 32, most, 0) for budget in (4, 1) for most in (4, 5, 6)]
+    alone = [(32, 2, 0), (63, 2, 0), (4 + 1, 2, 1), (4 + 32, 2, 1), (63, 2, 1)]  # the last three behind a page
+    assert submitted == rows + [(budget, *prompt) for budget in (4, 2) for prompt in alone]
+    assert decoded == {1, 2, 3}
+    assert engine.counts.shared_tokens == 2 * 2 * 4, "the page, for two of the three prompts of each budget"
