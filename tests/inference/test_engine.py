@@ -280,6 +280,22 @@ def test_submitting_and_cancelling_from_other_threads(lm: LM) -> None:
         assert result.ids == lm.generate("told", trajectory=result.trajectory, max_tokens=8).ids
 
 
+def test_a_step_that_is_interrupted_leaves_gradients_as_they_were(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the code of `torch.no_grad` itself would leave them off."""
+    engine = lm.engine(rows=1)
+    engine.submit(lm.requests(["its"], max_tokens=5)[0])
+    engine.step()
+
+    def interrupt(_: list[Sequence]) -> list[list[Choice]]:
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.runner, "decode", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert torch.is_grad_enabled()
+
+
 def test_a_step_that_fails_loses_nobody(lm: LM) -> None:
     engine = lm.engine(rows=3)
     tickets = [engine.submit(lm.requests([prompt], budget=2, max_tokens=5)[0]) for prompt in PROMPTS]
