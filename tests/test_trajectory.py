@@ -163,6 +163,8 @@ def test_families() -> None:
         ("cosine:999999999", "at most 4096 steps"),
         ("1..5-2", "Cannot read"),
         ("²", "Cannot read"),
+        ("x" * 100, "Cannot read 'x{100}' as"),
+        ("x" * 101, "Cannot read 'x{100}'…"),
         ("9" * 5000, "Cannot read '9{100}'…"),
         ("-".join(["1"] * 5000), "at most 4096 steps"),
     ],
