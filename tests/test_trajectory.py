@@ -22,6 +22,7 @@ def test_text_round_trips(weights: list[int]) -> None:
     trajectory = Trajectory.from_weights(weights)
     assert Trajectory.parse(str(trajectory)) == trajectory
     assert hash(Trajectory.parse(str(trajectory))) == hash(trajectory)
+    assert len(trajectory) == trajectory.budget == len(weights)
 
 
 @given(st.integers(1, 24), st.sampled_from(SAMPLERS), st.integers(0, 10**6), st.booleans())

@@ -53,6 +53,7 @@ TARGETS: dict[str, tuple[str, ...]] = {  # a module → the tests that should no
     "model/conditioning.py": ("tests/model/test_looped.py", "tests/model/test_cost.py"),
     "model/cost.py": ("tests/model/test_cost.py",),
     "model/looped.py": ("tests/model/test_looped.py", "tests/model/test_cache.py"),
+    "model/packed.py": ("tests/model/test_packed.py",),
     "serving/protocol.py": ("tests/serving/test_protocol.py", "tests/serving/test_app.py"),
     "serving/service.py": ("tests/serving/test_service.py", "tests/serving/test_app.py"),
     "training/objective.py": ("tests/training/test_objective.py",),

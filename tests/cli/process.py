@@ -38,22 +38,43 @@ def cpu_seconds(*words: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def wait_for_work(process: "subprocess.Popen[str]", ticks: int = 10) -> None:
-    """Wait until a process has computed for so many clock ticks, or has ended."""
-    enough: int | None = None
-    while process.poll() is None and (enough is None or _cpu_ticks(process) < enough):
-        enough = enough or _cpu_ticks(process) + ticks
+# Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
+RESTORE_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+_PRESS = """
+import importlib, itertools, sys
+name, number = sys.argv[1], int(sys.argv[2])
+sys.argv[1:3] = []
+module, _, function = name.rpartition(".")
+module = importlib.import_module(module)
+original, calls = getattr(module, function), itertools.count(1)
+def press(*args, **options):
+    if next(calls) == number:
+        signal.raise_signal(signal.SIGINT)
+    return original(*args, **options)
+setattr(module, function, press)
+from loopformer.cli import main
+main()
+"""
+
+
+def press_control_c(function: str, call: int, *words: str) -> str:
+    """The stderr of the command line with these words if Ctrl-C comes at a call, counted from 1, of a function.
+
+    The process sends the signal to itself, so it can be neither too early nor too late.
+    """
+    command = [sys.executable, "-c", RESTORE_SIGINT + _PRESS, function, str(call), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def wait_until_asleep(process: "subprocess.Popen[bytes]") -> None:
+    """Until a process waits for something, such as a line of its input, or has ended."""
+    while process.poll() is None:
+        if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S":
+            return
         time.sleep(0.01)
-
-
-def _cpu_ticks(process: "subprocess.Popen[str]") -> int:
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])  # in user and in system mode
-
-
-def is_asleep(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether a process waits for something, such as a line of its input."""
-    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 def invoke(*words: str) -> Result:

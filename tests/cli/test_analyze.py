@@ -1,10 +1,6 @@
 """`loopformer analyze` as a user meets it."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from .models import save_small
-from .process import wait_for_work
+from .process import press_control_c
 
 Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 
@@ -102,21 +98,10 @@ def test_budgets_that_a_model_lacks_are_left_out(run: Run) -> None:
 
 
 def test_control_c_says_that_the_analysis_starts_again(run: Run, tmp_path: Path) -> None:
-    # Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code += "from loopformer.cli import main; main()"
-    words = ["analyze", "-m", "one", "--text", "long.txt", "--prompts", "20000", "--out", "deep/out"]
-    (tmp_path / "long.txt").write_text("every pass is told its time and its step, " * 60_000)
-    process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "deep" / "out").exists() and process.poll() is None:
-        time.sleep(0.01)
-    wait_for_work(process)  # the folder is removed again only once it is locked
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate()
-    assert process.returncode == 130, error
+    words = ["analyze", "-m", "one", "-m", "two", "--text", "text.txt", "--prompts", "2", "--out", "deep/out"]
+    error = press_control_c("loopformer.analysis.dynamics.analyze", 2, *words)
     # On a slow machine lines about the progress come before.
     assert error.endswith(
         "loopformer: stopped; an analysis is written when all is measured, the same command starts again.\n"
     )
-    assert "Traceback" not in error
     assert not (tmp_path / "deep").exists()

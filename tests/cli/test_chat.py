@@ -20,11 +20,15 @@ from loopformer.inference.request import Request
 from loopformer.lm import load
 
 from .models import save_small
-from .process import is_asleep
+from .process import RESTORE_SIGINT, wait_until_asleep
 
-# Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
-START = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-START += "from loopformer.cli import main; main()"
+START = RESTORE_SIGINT + "from loopformer.cli import main; main()"
+SLOW = """
+import time
+from loopformer.inference.engine import Engine
+step = Engine.step
+Engine.step = lambda self: [time.sleep(0.05), step(self)][1]
+"""
 TOOK = re.compile(
     r"\[(\d+) tokens, [\d.]+ ms each including the prompt; (\d+) loops? each; the limit of new tokens"
 )
@@ -148,11 +152,11 @@ def test_a_model_that_was_never_tuned_to_answer_is_said_to_continue(model: str, 
 
 
 def long_answers(folder: Path, stdin: int) -> "subprocess.Popen[bytes]":
-    """A chat whose answers take minutes."""
+    """A chat whose answers take a quarter of an hour, so that none ends before Ctrl-C comes."""
     slow = save_small(folder / "slow", context=1 << 14, std=0.4, positions="rotary")
     words = ["chat", "--model", slow, "--device", "cpu", "--max-tokens", "16000", "--temperature", "0"]
     return subprocess.Popen(
-        [sys.executable, "-c", START, *words],
+        [sys.executable, "-c", SLOW + START, *words],
         bufsize=0,
         stdin=stdin,
         stdout=subprocess.PIPE,
@@ -197,8 +201,7 @@ def test_through_a_pipe_control_c_ends_the_chat(tmp_path: Path, moment: str) -> 
             pass
         if moment == "waiting":
             assert b"the conversation is forgotten" in process.stderr.readline()
-            while not is_asleep(process):  # until it waits for the next line
-                time.sleep(0.01)
+            wait_until_asleep(process)  # it waits for the next line
         process.send_signal(signal.SIGINT)
         *before, last = process.communicate()[1].decode().splitlines(keepends=True)
         assert process.returncode == 130
@@ -222,10 +225,12 @@ def test_in_a_terminal_control_c_drops_the_line_and_control_d_ends(model: str) -
     shown = ""
 
     def wait_for(text: str, press: bytes = b"") -> None:
-        """Until it is shown; a key is pressed until then, as one that comes just before `input` waits is lost."""
+        """Until it is shown. The key is pressed while `input` waits, as one that comes just before is lost."""
         nonlocal shown
         while text not in shown:
-            os.write(ours, press)
+            if press:
+                wait_until_asleep(process)
+                os.write(ours, press)
             while select.select([ours], [], [], 1.0)[0]:
                 shown += os.read(ours, 1024).decode(errors="replace")
                 if text in shown:

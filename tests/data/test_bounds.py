@@ -4,9 +4,9 @@ import gzip
 import json
 import lzma
 import os
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,30 +284,36 @@ def test_a_source_that_changes_between_stop_and_continuation(tmp_path: Path, pre
     TokenData.open(tmp_path / "out").verify()
 
 
-def test_training_a_tokenizer_can_be_left_at_once(tmp_path: Path) -> None:
-    """The library works in one go, some seconds here, during which a process of it alone can be ended."""
-    texts = [" ".join(f"{number * 7919 % 1_000_003:x}{n}zyx" for n in range(2000)) for number in range(60)]
+def test_training_a_tokenizer_can_be_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library works in one go, for minutes in the worst case; its process is ended."""
 
     class Left(Exception):
         pass
 
-    left_at = 0.0
+    def leave(*_: Any) -> None:
+        raise Left
 
-    def given() -> Any:
-        nonlocal left_at
-        yield from texts
-        left_at = time.monotonic()
-        raise Left  # all was read, and the process is at work on it
+    def start(_: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+        code = "import os, signal, sys, time; sys.stdin.buffer.read(); os.kill(os.getppid(), signal.SIGUSR1); "
+        started.append(popen([sys.executable, "-c", f"{code}time.sleep(600)"], **options))
+        return started[-1]
 
-    started = time.monotonic()
-    Tokenizer.train_in_subprocess(texts, 20_000)
-    seconds = time.monotonic() - started
-    with pytest.raises(Left):
-        Tokenizer.train_in_subprocess(given(), 20_000)
-    assert time.monotonic() - left_at < seconds / 2
-    cut_before = training_pieces([text] for text in texts[:3])
-    assert Tokenizer.train_in_subprocess(cut_before, 400).hash == Tokenizer.train(texts[:3], 400).hash
-    assert not list(tmp_path.iterdir())
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    before = signal.signal(signal.SIGUSR1, leave)
+    try:
+        with pytest.raises(Left):
+            Tokenizer.train_in_subprocess(["some text"] * 100, 300)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def test_a_tokenizer_trained_in_a_process_of_its_own_is_the_same() -> None:
+    texts = [" ".join(f"{number * 7919 % 1_000_003:x}{n}zyx" for n in range(2000)) for number in range(3)]
+    cut_before = training_pieces([text] for text in texts)
+    assert Tokenizer.train_in_subprocess(cut_before, 400).hash == Tokenizer.train(texts, 400).hash
 
 
 def test_a_training_that_dies_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,13 +100,13 @@ def test_prefetch_gives_the_same_batches(data: TokenData) -> None:
 
 
 def test_prefetch_leaves_no_thread(data: TokenData) -> None:
-    before = threading.active_count()
     loader = Loader(data, CONTEXT, batch=2)
     batches = Prefetcher(loader.batch(step) for step in itertools.count())
     assert torch.equal(next(batches).inputs, loader.batch(0).inputs)
-    assert threading.active_count() == before + 1
+    assert batches._thread.is_alive()
     batches.close()
-    assert threading.active_count() == before
+    batches._thread.join(240)  # `close` itself waits for five seconds at most
+    assert not batches._thread.is_alive()
 
 
 def test_epochs_are_counted(data: TokenData) -> None:
@@ -252,20 +252,18 @@ def test_close_ends_the_thread_and_the_generator() -> None:
     next(ahead)
     ahead.close()
     ahead.close()
-    assert closed.is_set()
+    assert closed.wait(240)  # `close` itself waits for five seconds at most
     assert list(ahead) == []
 
 
 def test_forgotten_reader_ends_the_thread() -> None:
-    before = threading.active_count()
     ahead = Prefetcher(iter(int, 1))
     next(ahead)
+    thread = ahead._thread
     del ahead
     gc.collect()
-    deadline = time.monotonic() + 240  # of a hang
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    thread.join(240)
+    assert not thread.is_alive()
 
 
 def test_depth() -> None:

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import datasets
 import numpy as np
 import pytest
 import typer
+from cli.process import press_control_c, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -123,10 +123,18 @@ def test_interrupted_anywhere_ends_the_same(
     assert contents(out) == reference
 
 
-def job(sources: list[str], out: Path, **options: Any) -> list[str]:
-    """A process that prepares, slowly enough to be caught at it."""
-    arguments = f"{sources!r}, {str(out)!r}, report=lambda _: time.sleep(0.005), **{OPTIONS | options!r}"
-    return [sys.executable, "-c", f"import time; from loopformer.data.prepare import prepare; prepare({arguments})"]
+# Ends the process, as SIGKILL would, once it has computed for so many seconds after so many batches.
+_DIE = """
+import signal
+from loopformer.data.prepare import prepare
+reports = 0
+def report(progress):
+    global reports
+    reports += progress.phase == "tokenizing"
+    if reports == {batches}:
+        signal.setitimer(signal.ITIMER_PROF, {seconds})
+prepare({sources!r}, {out!r}, report=report, batch_bytes=1000, commit_seconds=0, **{options!r})
+"""
 
 
 def test_killed_at_random_points_ends_the_same(
@@ -134,22 +142,13 @@ def test_killed_at_random_points_ends_the_same(
 ) -> None:
     rng = random.Random(0)
     out = tmp_path / "out"
-    state = out / STATE_FILE
-    killed = 0
     progress = []
-    while killed < 6:
-        before = state.read_bytes() if state.exists() else b""
-        process = subprocess.Popen(job(sources, out, batch_bytes=1000, commit_seconds=0))
-        while process.poll() is None and (not state.exists() or state.read_bytes() == before):
-            time.sleep(0.001)  # until it has gone further than the one before, however busy the machine is
-        time.sleep(rng.uniform(0, 0.15))
-        process.send_signal(signal.SIGKILL)
-        if process.wait() != -signal.SIGKILL:
-            break
-        killed += 1
-        progress.append(state.read_bytes())
-    assert killed >= 5
-    assert len(set(progress)) > 2, "the kills should find the work at different points"
+    for _ in range(6):
+        moment = {"batches": rng.randrange(3, 15), "seconds": rng.uniform(0.001, 0.015)}
+        code = _DIE.format(**moment, sources=sources, out=str(out), options=OPTIONS)
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGPROF
+        progress.append((out / STATE_FILE).read_bytes())
+    assert len(set(progress)) == 6, "every start went further than the one before"
     prepare(sources, out, **OPTIONS)
     assert contents(out) == reference
 
@@ -388,25 +387,17 @@ def test_a_mistake_is_our_error(tmp_path: Path) -> None:
     assert isinstance(result.exception, LoopformerError)
 
 
-@pytest.mark.parametrize("moment", ["beginning", "tokenizing"])
-def test_control_c_then_continue(tmp_path: Path, moment: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "call", "advice"),
+    [("reconcile", 1, "starts from the beginning"), ("_encode", 2, "the same command continues")],
+)
+def test_control_c_then_continue(tmp_path: Path, function: str, call: int, advice: str) -> None:
+    """While the sources are looked through, and while text is tokenized."""
     corpus, out = tmp_path / "corpus.txt", tmp_path / "out"
     corpus.write_text("\n\n".join(document(n, 2) * 10 for n in range(1500)), encoding="utf-8")
-    # Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import typer; "
-    code += "from loopformer.cli.prepare import prepare; typer.run(prepare)"
-    command = [sys.executable, "-c", code, str(corpus), "--out", str(out), "--train-tokenizer", "300"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    awaited = out if moment == "beginning" else out / "corpus-train-00000.bin"
-    while not awaited.exists() and process.poll() is None:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
-    assert process.returncode == 130, errors
-    assert ("starts from the beginning" if moment == "beginning" else "the same command continues") in errors
-    assert "Traceback" not in errors
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "training and" in done.stdout
+    words = ["prepare", str(corpus), "--out", str(out), "--train-tokenizer", "300"]
+    assert advice in press_control_c(f"loopformer.data.prepare.{function}", call, *words)
+    assert "training and" in run(*words).stdout
     TokenData.open(out).verify()
 
 

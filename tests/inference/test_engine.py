@@ -16,9 +16,9 @@ from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference import runner as runner_module
 from loopformer.inference import scheduler as scheduler_module
 from loopformer.inference import sequence as sequence_module
-from loopformer.inference.engine import Engine
+from loopformer.inference.engine import Engine, warm_up
 from loopformer.inference.kv_cache import slot_bytes
-from loopformer.inference.request import Request, Result
+from loopformer.inference.request import Choice, Request, Result
 from loopformer.inference.runner import PlainRunner
 from loopformer.inference.scheduler import Busy
 from loopformer.inference.sequence import Sequence
@@ -228,8 +228,9 @@ def test_a_full_queue_refuses_and_a_wrong_request_hurts_no_other(lm: LM) -> None
     ]
     tickets = [engine.submit(good)]
     for request, said in wrong:
-        with pytest.raises(LoopformerError, match=said):
-            engine.submit(request)
+        for refuse in (engine.check, engine.submit):
+            with pytest.raises(LoopformerError, match=said):
+                refuse(request)
     tickets.append(engine.submit(good))
     with pytest.raises(Busy, match=r"queue is full \(2 requests are waiting\); try again later"):
         engine.submit(good)
@@ -277,6 +278,22 @@ def test_submitting_and_cancelling_from_other_threads(lm: LM) -> None:
     assert 30 <= len(results) <= 40
     for result in results.values():
         assert result.ids == lm.generate("told", trajectory=result.trajectory, max_tokens=8).ids
+
+
+def test_a_step_that_is_interrupted_leaves_gradients_as_they_were(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the code of `torch.no_grad` itself would leave them off."""
+    engine = lm.engine(rows=1)
+    engine.submit(lm.requests(["its"], max_tokens=5)[0])
+    engine.step()
+
+    def interrupt(_: list[Sequence]) -> list[list[Choice]]:
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.runner, "decode", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert torch.is_grad_enabled()
 
 
 def test_a_step_that_fails_loses_nobody(lm: LM) -> None:
@@ -505,3 +522,30 @@ def test_a_model_that_moves_while_its_engine_runs_is_named(lm: LM) -> None:
         engine.step()
     other.to("cpu", torch.float32)
     assert finish(engine)[0].error is None
+
+
+def test_warming_up_runs_prompts_of_every_length_and_every_number_of_rows(
+    lm: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = lm.engine(rows=3, fast=False)
+    submitted: list[tuple[int, int, int, float]] = []
+    decoded: set[int] = set()
+    decode = engine.runner.decode
+
+    def submit(request: Request) -> int:
+        sampling, budget = request.sampling, request.trajectory.budget
+        submitted.append((budget, len(request.prompt), request.max_tokens, sampling.temperature))
+        return Engine.submit(engine, request)
+
+    def count_rows(sequences: list[Sequence]) -> list[list[Choice]]:
+        decoded.add(len(sequences))
+        return decode(sequences)
+
+    monkeypatch.setattr(engine, "submit", submit)
+    monkeypatch.setattr(engine.runner, "decode", count_rows)
+    warm_up(engine, [4, 2])
+    rows = [(budget, 32, most, 0) for budget in (4, 1) for most in (4, 5, 6)]
+    alone = [(32, 2, 0), (63, 2, 0), (4 + 1, 2, 1), (4 + 32, 2, 1), (63, 2, 1)]  # the last three behind a page
+    assert submitted == rows + [(budget, *prompt) for budget in (4, 2) for prompt in alone]
+    assert decoded == {1, 2, 3}
+    assert engine.counts.shared_tokens == 2 * 2 * 4, "the page, for two of the three prompts of each budget"

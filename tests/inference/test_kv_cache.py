@@ -348,6 +348,7 @@ def test_a_pool_counts_right_after_an_interruption_anywhere(act: str, twice: boo
         for ticket, holder in counted.holders.items():
             assert ticket not in before or holder.blocks == before[ticket].blocks
         assert pool.available_pages == PAGES - sum(len(block.pages) for block in counted.held_blocks), struck
+        assert all(block.cache_key == cache_key for cache_key, block in pool._cached.items()), struck
         holders = set(counted.held_blocks)
         for identity in IDENTITIES[:2]:  # what is shared now is what was written, and nobody else's
             for block in {
@@ -390,29 +391,35 @@ def test_the_ends_of_prompts_used_longest_ago_are_dropped_first() -> None:
     assert len(pool.match_prefix(origin, texts[2])) == 3  # a sequence holds it
 
 
-def test_admitting_a_prompt_beside_a_thousand_others_takes_a_millisecond_at_most() -> None:
+def test_admitting_a_prompt_takes_as_long_beside_a_thousand_others_as_beside_a_few() -> None:
+    few, many = admission_seconds(20), admission_seconds(1000)
+    assert many[0] < 5 * few[0], "a new prompt"
+    assert many[1] < 5 * few[1], "a known one"
+
+
+def admission_seconds(others: int) -> tuple[float, float]:
+    """The processor time of admitting a new prompt and a cached one, at the fastest of twenty attempts."""
     size, budget, blocks = 16, 8, 25
-    pool, draw = BlockManager(1010 * blocks * budget, size), random.Random(0)
+    pool, draw = BlockManager((others + 10) * blocks * budget, size), random.Random(0)
     origin = pool.prefix_root("weights")
 
     def admit(ticket: int, prompt: Prompt) -> float:
-        begun = time.perf_counter()
+        begun = time.process_time()
         shared = pool.match_prefix(origin, prompt)
         assert pool.pages_needed(budget, len(prompt), shared) <= pool.available_pages
         pool.allocate(ticket, budget, blocks, shared)
         pool.cache_prompt(ticket, origin, prompt)
-        return time.perf_counter() - begun
+        return time.process_time() - begun
 
-    texts = [tuple(draw.choices(range(300), k=size * blocks)) for _ in range(1040)]
-    for ticket, text in enumerate(texts[:1000]):
+    texts = [tuple(draw.choices(range(300), k=size * blocks)) for _ in range(others + 20)]
+    for ticket, text in enumerate(texts[:others]):
         admit(ticket, text)
         pool.free(ticket)
-    assert all(len(pool.match_prefix(origin, text)) == blocks - 1 for text in texts[:1000])
-    new = [admit(1000 + number, text) for number, text in enumerate(texts[1000:1020])]
+    assert all(len(pool.match_prefix(origin, text)) == blocks - 1 for text in texts[:others])
+    new = [admit(others + number, text) for number, text in enumerate(texts[others:])]
     pool.free_except(())
-    known = [admit(2000 + number, text) for number, text in enumerate(texts[980:1000])]
-    assert min(new) <= 1e-3
-    assert min(known) <= 1e-3
+    known = [admit(2 * others + number, text) for number, text in enumerate(texts[others - 10 :])]
+    return min(new), min(known)
 
 
 def cached_tokens(engine: Engine, request: Request) -> int:

@@ -78,6 +78,12 @@ def test_filters_keep_what_they_say(values: list[float], data: st.DataObject) ->
     assert only_p[drawn(logits, Sampling(temperature=1, top_p=p), data.draw(st.integers()))] > 0
 
 
+def test_the_nucleus_is_no_larger_than_top_p_needs() -> None:
+    two_equal = torch.tensor([1.0, 1.0, -math.inf])
+    assert probabilities(two_equal, Sampling(temperature=1, top_p=0.5)).tolist() == [1, 0, 0]
+    assert probabilities(two_equal, Sampling(temperature=1, top_p=0.51)).tolist() == [0.5, 0.5, 0]
+
+
 LIMITS = st.builds(
     Sampling,
     temperature=st.sampled_from([0.3, 1.0, 2.0]),

@@ -262,6 +262,8 @@ def test_all_forms_of_a_prompt_are_the_same(served: Served) -> None:
 def test_a_chat_without_a_limit_may_fill_the_context(served: Served) -> None:
     body = ChatBody.model_validate({"messages": MESSAGES})
     assert body.job(served).max_tokens == served.max_output
+    alone = body.job(replace(served, max_output=served.config.context))
+    assert alone.max_tokens == served.config.context + 1 - len(alone.prompts[0])  # the last token needs no position
     with pytest.raises(LoopformerError, match="not both"):
         ChatBody.model_validate({"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}).job(served)
 
@@ -338,3 +340,17 @@ def test_a_loop_is_trained_to_predict_where_a_trained_budget_ends(
     config = replace(served.config, conditioning=conditioning)
     served = replace(served, config=config, trained_budgets=trained)
     assert [served.is_trained(Trajectory.uniform(3), loop) for loop in (1, 2, 3)] == expected
+
+
+def test_another_model_is_not_found(served: Served) -> None:
+    for name in (None, "tiny"):
+        assert completion(model=name).job(served).prompts == completion().job(served).prompts
+    for use in (
+        lambda: completion(model="gpt").job(served),
+        lambda: TokenizeBody.model_validate({"prompt": "a", "model": "gpt"}).ids(served),
+        lambda: DetokenizeBody.model_validate({"tokens": [1], "model": "gpt"}).text(served),
+        lambda: LensBody.model_validate({"prompt": "a", "model": "gpt"}).requested_trajectory(served),
+    ):
+        with pytest.raises(ApiError, match="The model 'gpt' is not served here; 'tiny' is") as refused:
+            use()
+        assert (refused.value.status, refused.value.code) == (404, "model_not_found")

@@ -1,17 +1,26 @@
 """Which requests come in, and at which budget."""
 
+import asyncio
+import json
+import logging
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopformer import LoopformerError, Trajectory
-from loopformer.serving.protocol import ApiError
+from loopformer import LM, LoopformerError, Trajectory
+from loopformer.inference.chat import ChatTemplate
+from loopformer.inference.request import Choice, Event, Result, Sampling
+from loopformer.serving import service as service_module
+from loopformer.serving.protocol import ApiError, Job, Served
 from loopformer.serving.service import (
     ENTER_LOADS,
     LEAVE_LOADS,
     Admission,
+    Service,
     grant_trajectory,
     next_level,
     seconds_to_wait,
@@ -203,3 +212,59 @@ def test_a_client_may_hold_three_times_what_it_leaves_free() -> None:
     for admitted in (*held, *others):
         admission.leave(admitted, 1.0)
     assert not admission.by_client
+
+
+def test_latencies_are_measured_from_the_request_and_tokens_from_the_first(
+    lm: LM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two texts of a request: one gets three tokens from 2 to 8 s, the other a single one."""
+    clock = [100.0]
+    monkeypatch.setattr(service_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    full, choice = Trajectory.uniform(4), Choice(5, -1.0)
+
+    def ended(count: int) -> Result:
+        return Result("", (5,) * count, (-1.0,) * count, "length", 3, full)
+
+    answers = [
+        (101.0, {}),
+        (102.0, {1: Event(0, "", None, (choice,), 101.5)}),
+        (105.0, {0: Event(0, "", ended(1), (choice,), 104.0)}),
+        (108.0, {1: Event(0, "", ended(3), (choice, choice), 101.5)}),
+    ]
+
+    async def read() -> dict[int, Event]:
+        clock[0], events = answers.pop(0)
+        return events
+
+    cancelled: list[object] = []
+    call = SimpleNamespace(read=read)
+    engine: Any = SimpleNamespace(state="ready", submit=lambda requests, stream: call, cancel=cancelled.append)
+    served = Served("tiny", ChatTemplate(lm.need_tokenizer()), lm.model.config, full, 4, 64, 32)
+    service = Service(engine, served, Admission(rows=2, queue=3, memory=10**9))
+    job = Job(((1, 2, 3),), 2, Sampling(), 8, (), full, 1, 0, None)
+
+    async def generate() -> None:
+        async with service.generate(job, "/v1/completions", stream=True) as generation:
+            async for _ in generation.events():
+                pass
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(generate())
+    line = json.loads(caplog.messages[-1])
+    assert (line["queue_seconds"], line["first_token_seconds"], line["seconds"]) == (1.5, 2.0, 8.0)
+    assert (line["texts"], line["prompt_tokens"], line["new_tokens"]) == (2, 3, 4)
+    assert cancelled == [call]
+    values = {
+        sample.name.removeprefix("loopformer:"): sample.value
+        for metric in service.metrics.registry.collect()
+        for sample in metric.samples
+        if sample.labels.get("budget") == "4"
+    }
+    assert values["request_queue_time_seconds_sum"] == 1.5 + 4
+    assert values["time_to_first_token_seconds_sum"] == 2 + 5
+    assert values["e2e_request_latency_seconds_sum"] == 8 + 5
+    assert values["request_time_per_output_token_seconds_count"] == 1, "a text of one token has no time between"
+    assert values["request_time_per_output_token_seconds_sum"] == (8 - 2) / 2
+    assert values["prompt_tokens_total"] == 2 * 3
+    assert values["generation_tokens_total"] == 4
+    assert values["request_success_total"] == 2

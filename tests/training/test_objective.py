@@ -7,9 +7,10 @@ from inference.models import spread
 from torch import Tensor
 
 from loopformer import Trajectory
-from loopformer.config import ModelConfig, ObjectiveConfig
+from loopformer.config import ModelConfig, ObjectiveConfig, load_run
 from loopformer.config.run import TrainedTrajectory
 from loopformer.data.loader import IGNORE_INDEX
+from loopformer.training import objective
 from loopformer.training.objective import LossWeights, Match, Objective, head_losses
 from loopformer.training.packing import pack_rows
 
@@ -262,6 +263,21 @@ def test_autocast_products_are_bf16_and_losses_fp32() -> None:
     torch.autograd.backward(sums.total)
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
+
+
+def test_a_run_computes_products_in_its_dtype() -> None:
+    for dtype, expected in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        run, _ = load_run("demo", [f"training.dtype={dtype}"])
+        with objective.autocast(torch.device("cpu"), run):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == expected
+
+
+def test_only_a_gpu_runs_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective, "find_spec", lambda name: object())  # Triton may be installed without a GPU
+    monkeypatch.setattr(objective, "_fused_loss", None)  # calling it would fail
+    (weight, full), targets = made(1)
+    sums = head_losses(weight, [full], targets, [LossWeights()], None, 4)
+    torch.testing.assert_close(sums.total, plain(weight, [full], targets, [LossWeights()]))
 
 
 @pytest.mark.cuda

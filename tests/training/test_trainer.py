@@ -440,47 +440,37 @@ def test_a_first_checkpoint_that_fails_leaves_no_folder_for_them(
 
 
 KILLS = 6
-
-
-def start_in_a_process(out: Path, overrides: list[str]) -> subprocess.Popen[bytes]:
-    words = [
-        sys.executable,
-        "-m",
-        "loopformer",
-        "train",
-        "demo",
-        *overrides,
-        "--out",
-        str(out),
-        "--resume",
-        "--json",
-    ]
-    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+# Ends the process, as SIGKILL would, once it has computed for so many seconds after its first checkpoint.
+_DIE = """
+import signal, sys
+from loopformer.training.trainer import Trainer
+seconds, save = float(sys.argv.pop(1)), Trainer.save
+def save_and_start_the_clock(self):
+    Trainer.save = save
+    save(self)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+Trainer.save = save_and_start_the_clock
+from loopformer.cli import main
+main()
+"""
 
 
 @pytest.mark.slow
-def test_sigkill_at_random_moments_changes_no_bit(small: Small, tmp_path: Path) -> None:
+def test_a_death_at_random_moments_changes_no_bit(small: Small, tmp_path: Path) -> None:
     """The weights at the end are those of a run that was never touched."""
     overrides = small(training__steps=400, training__save_every=3, training__validate_every=50, training__keep=2)
-    started = time.monotonic()
+    started = time.process_time()
     launch("demo", overrides, tmp_path / "whole", quiet=True)
-    seconds = time.monotonic() - started
+    seconds = time.process_time() - started
     rng, out = random.Random(0), tmp_path / "killed"
+    words = ["train", "demo", *overrides, "--out", str(out), "--resume", "--json"]
     reached: list[int] = []
     for _ in range(KILLS):
-        process = start_in_a_process(out, overrides)
-        before = len(reached) and reached[-1]
-        while process.poll() is None:  # until it has taken a few steps of its own
-            now = checkpoints(out)
-            if now and int(now[-1].name[5:]) > before:
-                break
-            time.sleep(0.02)
-        time.sleep(rng.random() * seconds / 20)  # anywhere: in a step, in a save, in validation
-        assert process.poll() is None, "it finished before it could be killed; give it more steps"
-        process.kill()
-        process.wait()
-        reached.append(int(checkpoints(out)[-1].name[5:]))
-    assert start_in_a_process(out, overrides).wait() == 0
+        moment = str(0.001 + rng.random() * seconds / 20)  # anywhere: in a step, in a save, in validation
+        died = subprocess.run([sys.executable, "-c", _DIE, moment, *words], stdout=subprocess.DEVNULL, check=False)
+        assert died.returncode == -signal.SIGPROF
+        reached.append(step_of(checkpoints(out)[-1]))
+    subprocess.run([sys.executable, "-m", "loopformer", *words], stdout=subprocess.DEVNULL, check=True)
     assert sorted(set(reached)) == reached, "every start went further than the one before"
     assert weights(out) == weights(tmp_path / "whole")
 

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 class EngineCounts:
     """The work of an engine so far."""
 
-    prompt_tokens: int = 0  # that were run
-    shared_tokens: int = 0  # whose KV came from cached blocks
-    new_tokens: int = 0
+    prompt_tokens: int  # that were run
+    shared_tokens: int  # whose KV came from cached blocks
+    new_tokens: int
 
 
 class Engine:

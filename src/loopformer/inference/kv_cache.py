@@ -189,6 +189,7 @@ class BlockManager:
                 if cached is None:
                     if block.cache_key is not None:
                         break  # it is cached under a key that is not found any more, and a block has one key
+                    # The key comes first: a cached block has one even if an interruption comes in between.
                     block.cache_key, cached = cache_key, block
                     self._cached[cache_key] = block
                 before = cached  # equal prompts that were run at the same time keep blocks of their own
@@ -242,8 +243,6 @@ class BlockManager:
         """Derive what is free from holders and cache, if a change was interrupted."""
         if self._is_counted:
             return
-        for cache_key, block in self._cached.items():
-            block.cache_key = cache_key
         self._holders = Counter(block for blocks in self._held.values() for block in blocks)
         for block in self._holders:
             if block.cache_key is not None and self._cached.get(block.cache_key) is not block:
