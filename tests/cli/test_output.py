@@ -183,7 +183,7 @@ def test_what_was_there_or_is_not_empty_stays(tmp_path: Path, failure: type[Base
         with output_folder(out):
             if begun:
                 (out.parent / "half").touch()
-            raise failure
+            raise failure("it failed")
 
     for out, begun in ((tmp_path / "mine", False), (tmp_path / "mine" / "deep" / "er", True)):
         with pytest.raises(failure):

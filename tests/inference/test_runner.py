@@ -253,9 +253,10 @@ def test_top_logprobs_are_the_models_own_and_change_no_text(
         for choice, expected in zip(choices[ticket], logits.log_softmax(-1), strict=True):
             count = min(request.top_logprobs, VOCAB)
             likely = expected.topk(count)
-            assert choice.logprob == pytest.approx(float(expected[choice.token]), abs=1e-4)
+            # Loops of random weights enlarge the rounding of another order of sums.
+            assert choice.logprob == pytest.approx(float(expected[choice.token]), abs=1e-3)
             assert [logprob for _, logprob in choice.top_logprobs] == pytest.approx(
-                likely.values.tolist(), abs=1e-4
+                likely.values.tolist(), abs=1e-3
             )
             # Each value is that of its token, so a tie may be broken either way.
             tokens = [token for token, _ in choice.top_logprobs]
