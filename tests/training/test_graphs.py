@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import loopformer
 from loopformer.errors import LoopformerError
-from loopformer.training import graphs, trainer
+from loopformer.training import graphs, reporting, trainer
 from loopformer.training.launch import launch
 from loopformer.training.optimizer import ModelOptimizer
 from loopformer.training.reporting import read_metrics
@@ -132,6 +133,43 @@ def test_bad_steps_change_nothing_and_end_the_run_at_their_step(
     }
     assert [step for step in changed if not changed[step]] == [2, *range(5, len(at_step) + 1)]
     assert all(tensor.isfinite().all() for tensor in at_step[len(at_step)].values())
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_a_bad_step_is_counted_once_and_later_steps_are_not_logged(
+    mixture: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_pass = Trainer._run_pass
+
+    def bad_at_step_4(self: Trainer, *arguments: Any) -> Tensor:
+        terms = run_pass(self, *arguments)
+        if self.state.step + 1 == 4:
+            torch.nn.init.constant_(self.model.tokens.weight.grad, torch.nan)  # type: ignore[arg-type]
+        return terms
+
+    monkeypatch.setattr(Trainer, "_run_pass", bad_at_step_4)
+    launch("demo", mixture(training__graphs=True, training__save_every=12), tmp_path / "run", quiet=True)
+    records = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
+    assert [(record["step"], record["skipped"]) for record in records] == [(4, 1), (8, 1), (12, 1)]
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_waiting_for_the_gpu_counts_as_training_time(
+    mixture: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second at every wait, also before a checkpoint, whose own time does not count."""
+    seconds, read_counts = [0.0], graphs.StepGraphs.read_counts
+
+    def wait(self: graphs.StepGraphs) -> graphs.StepCounts:
+        seconds[0] += 1
+        return read_counts(self)
+
+    monkeypatch.setattr(graphs.StepGraphs, "read_counts", wait)
+    monkeypatch.setattr(reporting, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    settings = mixture(training__graphs=True, training__steps=4, training__validate_every=4, training__save_every=2)
+    launch("demo", settings, tmp_path / "run", quiet=True)
+    (record,) = (record for record in read_metrics(tmp_path / "run") if record["kind"] == "train")
+    assert record["tokens_per_second"] == pytest.approx(3 * 8 * 32 / 2)  # steps 2 to 4, waits after 2 and 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -239,7 +239,6 @@ class Trainer:
                 self._update(norm)
             state.step = step
             state.tokens += training.batch * self.run.model.context
-            meter.add(flops)
             self.reporter.tick(step)
             # A signal may reach one rank first. All ranks must agree to stop, or the others wait for ever in a
             # collective call.
@@ -248,8 +247,12 @@ class Trainer:
             is_recorded = is_last or step % training.log_every == 0
             validates = is_last or step % training.validate_every == 0
             saves = is_last or step % training.save_every == 0
-            if self.graphs is not None and (is_recorded or validates or saves or is_stopping or step == first_step):
-                step = self._read_counts(first_step)
+            if self.graphs is not None:
+                needs_counts = is_recorded or validates or saves or is_stopping or step == first_step
+                # The step after a bad one would be taken for another bad one.
+                if needs_counts or state.bad_in_a_row > 0:
+                    step = self._read_counts(first_step)
+            meter.add(flops)  # after the wait for the GPU, which is training
             is_recorded = is_recorded or state.bad_in_a_row > 0
             if is_recorded or step == first_step:  # without a record, so that the user sees at once how it goes
                 values = {
