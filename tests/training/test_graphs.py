@@ -61,15 +61,18 @@ def weights(run: Path) -> dict[str, Tensor]:
 def mixture(small: Small) -> Callable[..., list[str]]:
     def settings(**more: Any) -> list[str]:
         given = {"training__steps": 12, "training__batch": 8, "training__micro_batch": 8}
+        given["model__loops"] = 5  # four rows share four exits, so all steps of a phase have the same shape
         given |= {"training__save_every": 5, "training__log_every": 4}
         return [*small(**{**given, **more}), OBJECTIVE, "objective.draws=row"]
 
     return settings
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("optimizer", "near"), [("adamw", 1e-6), ("muon", 5e-3)])
 @pytest.mark.usefixtures("without_gpu")
-def test_steps_are_those_without_graphs(optimizer: str, mixture: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_steps_are_those_without_graphs(
+    optimizer: str, near: float, mixture: Callable[..., list[str]], tmp_path: Path
+) -> None:
     settings = partial(mixture, training__optimizer=optimizer)
     launch("demo", settings(), tmp_path / "plain", quiet=True)
     launch("demo", settings(training__graphs=True), tmp_path / "graphs", quiet=True)
@@ -77,7 +80,7 @@ def test_steps_are_those_without_graphs(optimizer: str, mixture: Callable[..., l
     expected = weights(tmp_path / "plain")
     for name, tensor in weights(tmp_path / "graphs").items():
         # Rates are rounded to float32 here, which Muon's steps in bfloat16 enlarge.
-        torch.testing.assert_close(tensor, expected[name], atol=5e-4, rtol=1e-3)
+        torch.testing.assert_close(tensor, expected[name], atol=near, rtol=1e-3)
     plain, mine = (read_metrics(tmp_path / name) for name in ("plain", "graphs"))
     assert [record["step"] for record in plain] == [record["step"] for record in mine]
     for one, two in zip(plain, mine, strict=True):

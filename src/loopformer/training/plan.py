@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
@@ -231,18 +232,21 @@ def _draw_by_row(
 def draw_exits(run: RunConfig, step: int, drawn: list[RowTrajectories]) -> list[RowExits]:
     """For each entry of the objective with exits, the loop after which each of its rows exits.
 
-    With `draws: part` one loop is drawn for each group and entry. With `draws: row` loops are dealt out evenly.
+    With `draws: part` one loop is drawn for each group and entry. With `draws: row` loops are dealt out evenly over
+    the rows of each budget, beginning at another loop in each step, because the rows may be fewer than the loops.
     """
     objective, exits = run.objective, list[RowExits]()
     size = run.training.batch // objective.trajectory_groups
     for index, (entry, trajectories) in enumerate(zip(objective.trajectories, drawn, strict=True)):
         loops: RowExits = {}
-        for number, (row, trajectory) in enumerate(trajectories.items() if entry.exits else ()):
+        dealt = Counter[int]()  # rows of each budget
+        for row, trajectory in trajectories.items() if entry.exits else ():
             # A generator of its own: the draws of trajectories must not depend on exits.
             name = f"{run.training.seed}/{step}/{row // size}/{index}/exit"
             choices = trajectory.budget - 1
-            dealt = number % choices if objective.draws == "row" else random.Random(name).randrange(choices)
-            loops[row] = 1 + dealt
+            number = step + dealt[choices] if objective.draws == "row" else random.Random(name).randrange(choices)
+            dealt[choices] += 1
+            loops[row] = 1 + number % choices
         exits.append(loops)
     return exits
 
