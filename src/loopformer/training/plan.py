@@ -334,7 +334,8 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool) -> f
         per_token = loops * config.blocks * per_block
     chunk = min(run.objective.chunk, micro_batch * config.context)
     head = chunk * config.vocab_rows * 4 * 3 * len(active) + config.vocab_rows * config.width * 4
-    return states + micro_batch * config.context * per_token + head
+    passes = 2 if training.graphs else 1  # one that is recorded, and one that runs call by call
+    return states + passes * (micro_batch * config.context * per_token + head)
 
 
 def micro_batch_sizes(run: RunConfig, world: int) -> list[int]:

@@ -159,7 +159,8 @@ class Trainer:
         state, ranks, training = self.state, self.ranks, self.run.training
         device = device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
         fused, recompute = objective.fused is not None, training.checkpoint_loops
-        setup = (ranks.world, device, f"{training.dtype} fused={fused} checkpoint_loops={recompute}")
+        mode = f"{training.dtype} fused={fused} checkpoint_loops={recompute}" + " graphs=True" * training.graphs
+        setup = (ranks.world, device, mode)
         if isinstance(training.micro_batch, int):
             state.micro_batch = training.micro_batch
         elif not state.micro_batch_found or (state.world, state.device, state.execution_mode) != setup:
@@ -500,10 +501,13 @@ def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int)
     """Whether a forward and backward of the costliest micro-batch fits in memory."""
     ids = torch.zeros(rows, run.model.context, dtype=torch.long, device=device)
     # At most so many of the rows train on each entry.
-    entries = zip(run.objective.trajectories, costliest_step(run), strict=True)
+    entries = run.objective.trajectories
     trajectories = [
         dict.fromkeys(range(math.ceil(entry.rows * rows - 1e-9)), longest) if longest else {}
-        for entry, longest in entries
+        for entry, longest in zip(entries, costliest_step(run), strict=True)
+    ]
+    exits = [
+        dict.fromkeys(each, 1) if entry.exits else {} for entry, each in zip(entries, trajectories, strict=True)
     ]
     documents = torch.zeros_like(ids) if run.data.documents else None
     reserved = None
@@ -511,9 +515,11 @@ def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int)
         # A real step also holds the gradients of earlier micro-batches and two moments. Reserve their memory.
         reserved = [torch.empty_like(p) for p in objective.parameters() for _ in range(3)]
         with autocast(device, run):
-            packed = pack_rows(run.model, trajectories).to(device)
-            losses = objective(ids, ids, documents, packed, [1.0] * len(trajectories))
-        losses.total.backward()
+            packed = pack_rows(run.model, trajectories, exits).to(device)
+            # Graphs keep their memory, and a pass that is not recorded needs as much again.
+            passes = range(2 if run.training.graphs else 1)
+            losses = [objective(ids, ids, documents, packed, [1.0] * len(trajectories)) for _ in passes]
+        losses[-1].total.backward()
         torch.cuda.synchronize(device)
         return True
     except torch.OutOfMemoryError:
