@@ -12,7 +12,6 @@ added to the state before that loop.
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -53,8 +52,9 @@ class Condition(NamedTuple):
 
     def split(self, counts: Sequence[int]) -> list["Condition"]:
         """The conditions of the first counts[0] rows, of the next counts[1], and so on."""
-        ends = accumulate(counts)
-        return [self.at(slice(end - count, end)) for count, end in zip(counts, ends, strict=True)]
+        sizes = list(counts)
+        parts = [[None] * len(sizes) if part is None else part.split_with_sizes(sizes) for part in self]
+        return [Condition(*each) for each in zip(*parts, strict=True)]
 
     @staticmethod
     def cat(conditions: Sequence["Condition"]) -> "Condition":
