@@ -47,10 +47,10 @@ def test_scalars_are_those_of_each_row_in_each_loop() -> None:
     assert packed.scalars.tolist() == expected
 
 
-def test_exits_are_read_loop_by_loop_and_scored_entry_by_entry() -> None:
+def test_exits_are_taken_loop_by_loop_and_scored_entry_by_entry() -> None:
     full = dict.fromkeys(range(3), Trajectory.uniform(4))
     packed = pack_rows(CONFIG, [full, {1: Trajectory.uniform(3)}], [{0: 3, 1: 1, 2: 3}, {1: 2}])
-    assert packed.shape.read == (1, 1, 2, 0)
+    assert packed.shape.exiting == (1, 1, 2, 0)
     assert packed.exit_states.tolist() == [1, 3, 0, 2]  # in the pass, the three full rows lie before the other one
     assert packed.shape.exits == ((0, 3), (1, 1))
     assert packed.exit_order.tolist() == [0, 2, 3, 1]

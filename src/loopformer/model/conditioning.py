@@ -3,7 +3,7 @@
 Each scalar (time t, step size Δ or loop index) becomes Fourier features, and a 2-layer SiLU MLP turns them into a
 vector [D]. The sum of these vectors goes through one modulator per block, which gives gates α₁, α₂ and scales γ₁,
 γ₂. All of it depends on (t, Δ) alone, not on the tokens. So it is computed once per trajectory as a table
-[M, k, 4, D].
+[M, k, 4, D]. In training all rows of a pass are computed together, even if some follow the same trajectory.
 
 With `model.inject` gated, the same sum also gives a gate [D] per loop. It says how much of the token embedding is
 added to the state before that loop.

@@ -70,6 +70,7 @@ def plan_step(run: RunConfig, step: int, micro_batch: int, rank: int = 0, world:
     count = math.ceil(batch / (world * micro_batch))
     parts = []
     for number in range(count):
+        # Every (count · world)-th row from the longest to the shortest, so each share has some of all.
         dealt = [sorted(order[number * world + other :: count * world]) for other in range(world)]
         loops = max(entry[row].budget for rows in dealt for entry in drawn for row in rows if row in entry)
         rows = dealt[rank]

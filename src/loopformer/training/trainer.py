@@ -286,7 +286,7 @@ class Trainer:
 
     def _step(self, batch: StepBatch, divisors: list[float]) -> tuple[Tensor, Tensor, float]:
         """Compute and clip gradients; return loss terms [3, E] (`Losses`), the norm before clipping, and all ranks'
-        FLOPs. E counts the objective's entries. Graphs also update the weights."""
+        FLOPs. E counts the objective's entries. With graphs, the weights are updated as well."""
         run, device, cost = self.run, self.ranks.device, self.model.cost
         terms = torch.zeros(3, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
@@ -356,7 +356,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def _read_counts(self, first_step: int) -> int:
-        """Take over what the graphs have counted, and return the last step. They stop at one that ends the run."""
+        """Take over the counts of the graphs, and return the last step that they counted."""
         assert self.graphs is not None
         steps, self.state.updates, self.state.bad_in_a_row = self.graphs.read_counts()
         self.state.step = first_step - 1 + steps
