@@ -47,10 +47,10 @@ def test_scalars_are_those_of_each_row_in_each_loop() -> None:
     assert packed.scalars.tolist() == expected
 
 
-def test_exits_are_read_loop_by_loop_and_scored_entry_by_entry() -> None:
+def test_exits_are_taken_loop_by_loop_and_scored_entry_by_entry() -> None:
     full = dict.fromkeys(range(3), Trajectory.uniform(4))
     packed = pack_rows(CONFIG, [full, {1: Trajectory.uniform(3)}], [{0: 3, 1: 1, 2: 3}, {1: 2}])
-    assert packed.shape.read == (1, 1, 2, 0)
+    assert packed.shape.exiting == (1, 1, 2, 0)
     assert packed.exit_states.tolist() == [1, 3, 0, 2]  # in the pass, the three full rows lie before the other one
     assert packed.shape.exits == ((0, 3), (1, 1))
     assert packed.exit_order.tolist() == [0, 2, 3, 1]
@@ -58,7 +58,7 @@ def test_exits_are_read_loop_by_loop_and_scored_entry_by_entry() -> None:
 
 
 def test_all_steps_with_a_draw_for_each_row_have_one_shape() -> None:
-    """A CUDA graph of a step serves all of them."""
+    """A CUDA graph of a step serves all of them. Twelve rows share three exits evenly."""
     full, other = (0.0, 0.5), (0.5, 1.0)
     entries = (
         TrainedTrajectory("full", active_range=full),
@@ -67,15 +67,15 @@ def test_all_steps_with_a_draw_for_each_row_have_one_shape() -> None:
         TrainedTrajectory(1, rows=0.25, active_range=other),
     )
     objective = ObjectiveConfig(entries, draws="row")
-    run = RunConfig(model=CONFIG, objective=objective, training=TrainingConfig(steps=8, batch=16))
-    for micro_batch in (4, 16):
+    run = RunConfig(model=CONFIG, objective=objective, training=TrainingConfig(steps=8, batch=24))
+    for micro_batch in (6, 24):
         steps = [plan_step(run, step, micro_batch) for step in range(1, 9)]
         shapes = [[pack_rows(CONFIG, part.trajectories, part.exits).shape for part in step] for step in steps]
         assert all(shape == shapes[0][0] for step in shapes[:4] for shape in step)
         assert all(step == shapes[4] for step in shapes[4:])
     part = replace(objective, draws="part")
     drawn = {
-        pack_rows(CONFIG, plan_step(replace(run, objective=part), step, 16)[0].trajectories).shape
+        pack_rows(CONFIG, plan_step(replace(run, objective=part), step, 24)[0].trajectories).shape
         for step in (5, 6, 7, 8)
     }
     assert 1 <= len(drawn) <= 2

@@ -121,6 +121,26 @@ def test_exits_come_before_the_last_loop_and_change_no_trajectory(draws: Any) ->
     assert extra == pytest.approx(28 * cost.training_flops(budgets=[0]))
 
 
+def test_exits_are_dealt_out_evenly_over_the_rows_of_each_budget() -> None:
+    entries = (TrainedTrajectory("full", exits=0.1, rows=0.2), TrainedTrajectory((2, 4), exits=0.1, rows=0.8))
+    run = run_of(20, ObjectiveConfig(entries, draws="row"))
+    seen = Counter[tuple[int, int]]()
+    for step in range(1, 85):
+        drawn = draw_trajectories(run, step)
+        now = Counter[tuple[int, int]]()
+        for trajectories, exits in zip(drawn, draw_exits(run, step, drawn), strict=True):
+            assert trajectories.keys() == exits.keys()
+            now.update((trajectories[row].budget, loop) for row, loop in exits.items())
+        for budget in (2, 3, 4, 8):
+            counts = [now[budget, loop] for loop in range(1, budget)]
+            assert max(counts) - min(counts) <= 1
+        seen += now
+    assert [seen[8, loop] for loop in range(1, 8)] == [
+        84 * 4 / 7
+    ] * 7  # four rows reach all seven loops over the steps
+    assert max(seen[4, loop] for loop in (1, 2, 3)) < 1.1 * min(seen[4, loop] for loop in (1, 2, 3))
+
+
 def test_exits_need_two_loops() -> None:
     entries = (TrainedTrajectory("full"), TrainedTrajectory("any", exits=0.1))
     with pytest.raises(LoopformerError, match="budget any: exits needs 2 loops or more"):

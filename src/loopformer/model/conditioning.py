@@ -3,7 +3,7 @@
 Each scalar (time t, step size Δ or loop index) becomes Fourier features, and a 2-layer SiLU MLP turns them into a
 vector [D]. The sum of these vectors goes through one modulator per block, which gives gates α₁, α₂ and scales γ₁,
 γ₂. All of it depends on (t, Δ) alone, not on the tokens. So it is computed once per trajectory as a table
-[M, k, 4, D].
+[M, k, 4, D]. In training all rows of a pass are computed together, even if some follow the same trajectory.
 
 With `model.inject` gated, the same sum also gives a gate [D] per loop. It says how much of the token embedding is
 added to the state before that loop.
@@ -12,7 +12,6 @@ added to the state before that loop.
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -53,8 +52,9 @@ class Condition(NamedTuple):
 
     def split(self, counts: Sequence[int]) -> list["Condition"]:
         """The conditions of the first counts[0] rows, of the next counts[1], and so on."""
-        ends = accumulate(counts)
-        return [self.at(slice(end - count, end)) for count, end in zip(counts, ends, strict=True)]
+        sizes = list(counts)
+        parts = [[None] * len(sizes) if part is None else part.split_with_sizes(sizes) for part in self]
+        return [Condition(*each) for each in zip(*parts, strict=True)]
 
     @staticmethod
     def cat(conditions: Sequence["Condition"]) -> "Condition":

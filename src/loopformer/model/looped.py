@@ -238,8 +238,9 @@ class LoopedLM(nn.Module):
         finished: list[Tensor] = []  # inserted at the front, so again longest trajectories first
         for number, (rows, condition) in enumerate(zip(plan.rows, plan.conditions, strict=True)):
             if rows < len(x):
-                finished.insert(0, x[rows:])
-                x, embedded = x[:rows], embedded[:rows]
+                x, done = x.split_with_sizes([rows, len(x) - rows])  # backward joins them again in one kernel
+                finished.insert(0, done)
+                embedded = embedded[:rows]
                 rotary, mask = _select_rotary_rows(rotary, slice(rows)), _select_rows(mask, slice(rows))
             x = step(number, self.inject(x, embedded, condition, number), condition.modulation, rotary, mask)
             if states is not None:

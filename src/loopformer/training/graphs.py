@@ -6,8 +6,8 @@
     counts = graphs.read_counts()                        # waits for the GPU
 
 A pass is recorded when its shape comes for the second time, so a shape that never comes back costs no recording.
-The update is one graph. The GPU itself finds out whether a gradient is finite, and a step with another one changes
-no weight. After too many of them in a row nothing changes any more, so the host may find out later.
+The update is one graph. It checks on the GPU whether the gradients are finite, and otherwise changes no weight.
+After too many such steps in a row it changes nothing any more, so the host may find out later.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ RunPass = Callable[[Batch, PackedRows, list[float]], Tensor]  # adds to the grad
 
 
 class StepCounts(NamedTuple):
-    """The steps of `StepGraphs` until too many bad ones came in a row, and counts of the whole run."""
+    """Counts that the GPU keeps. A bad step is one whose gradient is not finite."""
 
-    steps: int = 0
-    updates: int = 0
-    bad_in_a_row: int = 0  # steps whose gradient is not finite
+    steps: int = 0  # since `StepGraphs` was made; no longer counted once a run must end
+    updates: int = 0  # of the whole run
+    bad_in_a_row: int = 0
 
 
 class _RecordedPass(NamedTuple):
     graph: Any
-    inputs: list[Tensor]  # the tensors of a batch and its packed rows, which the graph reads
-    terms: Tensor
+    inputs: list[Tensor]  # of the graph: the tensors of a batch and of its packed rows
+    terms: Tensor  # what it writes, outside of the memory that graphs share
 
 
 class StepGraphs:
-    """The passes and the update of a model's training steps."""
+    """The graphs of a model's training steps: its passes by shape, and the update."""
 
     def __init__(
         self,

@@ -128,12 +128,12 @@ class Objective(nn.Module):
         table = Condition() if model.conditioner is None else model.conditioner(packed.scalars)
         plan = LoopPlan(list(shape.active), table.split(shape.active), order=None)
         stack, early = self._stack() or model.stack, list[Tensor]()
-        rows_read = packed.exit_states.split_with_sizes(list(shape.read))
+        exiting = packed.exit_states.split_with_sizes(list(shape.exiting))
 
         def step(number: int, *loop_inputs: Any) -> Tensor:
             state: Tensor = stack(*loop_inputs)
-            if shape.read[number]:
-                early.append(state.index_select(0, rows_read[number]))
+            if shape.exiting[number]:
+                early.append(state.index_select(0, exiting[number]))
             return state
 
         x = model.run_loops(step, x, start, plan, rotary, mask)

@@ -6,7 +6,7 @@
 The pass has a row for each trajectory that a row of the micro-batch trains on, the longest trajectories first. Loop
 i is then one call for all rows that still take it, whatever their trajectories.
 
-All that a pass needs to know on the host is its `PackedShape`. Whatever else differs from step to step lies in
+All that a pass needs to know on the host is its `PackedShape`. What else differs from step to step lies in
 tensors, which a background thread can make and which a CUDA graph can read.
 """
 
@@ -29,7 +29,7 @@ class PackedShape(NamedTuple):
     """The sizes of a pass."""
 
     active: tuple[int, ...]  # rows that take each loop
-    read: tuple[int, ...]  # rows that exit after each loop
+    exiting: tuple[int, ...]  # rows that exit after each loop
     groups: tuple[tuple[tuple[int, ...], int], ...]  # rows that train on the same entries: which, how many rows
     exits: tuple[tuple[int, int], ...]  # entries with exits: which, how many rows
     in_order: bool  # the rows of the pass lie group by group
@@ -74,7 +74,7 @@ def pack_rows(
     exits          for each entry, the loop after which a row is read as well
     loops          run at least so many loops, because another rank does; a padding row takes them
     """
-    # The longest first; those of an entry stay together.
+    # The longest first, and among equals entry by entry.
     packed = sorted(
         (-each.budget, index, row) for index, entry in enumerate(trajectories) for row, each in entry.items()
     )
@@ -96,15 +96,15 @@ def pack_rows(
         groups.setdefault(indices, []).append(row)
     states = [position[index, row] for indices, group in groups.items() for index in indices for row in group]
 
-    exiting = sorted((loop, index, row) for index, entry in enumerate(exits) for row, loop in entry.items())
-    exit_order = sorted(range(len(exiting)), key=lambda number: exiting[number][1])
-    read = Counter(loop for loop, _, _ in exiting)
+    exit_rows = sorted((loop, index, row) for index, entry in enumerate(exits) for row, loop in entry.items())
+    exit_order = sorted(range(len(exit_rows)), key=lambda number: exit_rows[number][1])
+    exiting = Counter(loop for loop, _, _ in exit_rows)
 
     scalars = [loop_scalars(trajectory, config.time_scale) for trajectory in order]
     by_loop = [[each[number] for each in scalars if number < len(each)] for number in loop_numbers]
     shape = PackedShape(
         active=tuple(map(len, by_loop)),
-        read=tuple(read[number + 1] for number in loop_numbers),
+        exiting=tuple(exiting[number + 1] for number in loop_numbers),
         groups=tuple((indices, len(group)) for indices, group in groups.items()),
         exits=tuple((index, len(entry)) for index, entry in enumerate(exits) if entry),
         in_order=states == list(range(len(rows))),
@@ -116,7 +116,7 @@ def pack_rows(
         scalars=torch.tensor([loop for loops in by_loop for loop in loops]),
         states=torch.tensor(states),
         targets=torch.tensor([row for group in groups.values() for row in group]),
-        exit_states=torch.tensor([position[index, row] for _, index, row in exiting], dtype=torch.int64),
+        exit_states=torch.tensor([position[index, row] for _, index, row in exit_rows], dtype=torch.int64),
         exit_order=torch.tensor(exit_order, dtype=torch.int64),
-        exit_targets=torch.tensor([exiting[number][2] for number in exit_order], dtype=torch.int64),
+        exit_targets=torch.tensor([exit_rows[number][2] for number in exit_order], dtype=torch.int64),
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,6 +70,7 @@ def plan_step(run: RunConfig, step: int, micro_batch: int, rank: int = 0, world:
     count = math.ceil(batch / (world * micro_batch))
     parts = []
     for number in range(count):
+        # Every (count · world)-th row from the longest to the shortest, so each share has some of all.
         dealt = [sorted(order[number * world + other :: count * world]) for other in range(world)]
         loops = max(entry[row].budget for rows in dealt for entry in drawn for row in rows if row in entry)
         rows = dealt[rank]
@@ -231,18 +233,21 @@ def _draw_by_row(
 def draw_exits(run: RunConfig, step: int, drawn: list[RowTrajectories]) -> list[RowExits]:
     """For each entry of the objective with exits, the loop after which each of its rows exits.
 
-    With `draws: part` one loop is drawn for each group and entry. With `draws: row` loops are dealt out evenly.
+    With `draws: part` one loop is drawn for each group and entry. With `draws: row` loops are dealt out evenly over
+    the rows of each budget, beginning at another loop in each step, because the rows may be fewer than the loops.
     """
     objective, exits = run.objective, list[RowExits]()
     size = run.training.batch // objective.trajectory_groups
     for index, (entry, trajectories) in enumerate(zip(objective.trajectories, drawn, strict=True)):
         loops: RowExits = {}
-        for number, (row, trajectory) in enumerate(trajectories.items() if entry.exits else ()):
+        dealt = Counter[int]()  # rows of each budget
+        for row, trajectory in trajectories.items() if entry.exits else ():
             # A generator of its own: the draws of trajectories must not depend on exits.
             name = f"{run.training.seed}/{step}/{row // size}/{index}/exit"
             choices = trajectory.budget - 1
-            dealt = number % choices if objective.draws == "row" else random.Random(name).randrange(choices)
-            loops[row] = 1 + dealt
+            number = step + dealt[choices] if objective.draws == "row" else random.Random(name).randrange(choices)
+            dealt[choices] += 1
+            loops[row] = 1 + number % choices
         exits.append(loops)
     return exits
 
@@ -330,7 +335,8 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool) -> f
         per_token = loops * config.blocks * per_block
     chunk = min(run.objective.chunk, micro_batch * config.context)
     head = chunk * config.vocab_rows * 4 * 3 * len(active) + config.vocab_rows * config.width * 4
-    return states + micro_batch * config.context * per_token + head
+    passes = 2 if training.graphs else 1  # one that is recorded, and one that runs call by call
+    return states + passes * (micro_batch * config.context * per_token + head)
 
 
 def micro_batch_sizes(run: RunConfig, world: int) -> list[int]:

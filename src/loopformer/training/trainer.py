@@ -176,7 +176,8 @@ class Trainer:
         state, ranks, training = self.state, self.ranks, self.run.training
         device = device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
         fused, recompute = objective.fused is not None, training.checkpoint_loops
-        setup = (ranks.world, device, f"{training.dtype} fused={fused} checkpoint_loops={recompute}")
+        mode = f"{training.dtype} fused={fused} checkpoint_loops={recompute}" + " graphs=True" * training.graphs
+        setup = (ranks.world, device, mode)
         if isinstance(training.micro_batch, int):
             state.micro_batch = training.micro_batch
         elif not state.micro_batch_found or (state.world, state.device, state.execution_mode) != setup:
@@ -262,7 +263,6 @@ class Trainer:
                 self._update(norm)
             state.step = step
             state.tokens += training.batch * self.run.model.context
-            meter.add(flops)
             self.reporter.tick(step)
             # A signal may reach one rank first. All ranks must agree to stop, or the others wait for ever in a
             # collective call.
@@ -271,8 +271,12 @@ class Trainer:
             is_recorded = is_last or step % training.log_every == 0
             validates = is_last or step % training.validate_every == 0
             saves = is_last or step % training.save_every == 0
-            if self.graphs is not None and (is_recorded or validates or saves or is_stopping or step == first_step):
-                step = self._read_counts(first_step)
+            if self.graphs is not None:
+                needs_counts = is_recorded or validates or saves or is_stopping or step == first_step
+                # The step after a bad one would be taken for another bad one.
+                if needs_counts or state.bad_in_a_row > 0:
+                    step = self._read_counts(first_step)
+            meter.add(flops)  # after the wait for the GPU, which is training
             is_recorded = is_recorded or state.bad_in_a_row > 0
             if is_recorded or step == first_step:  # without a record, so that the user sees at once how it goes
                 values = {
@@ -305,7 +309,7 @@ class Trainer:
 
     def _step(self, batch: StepBatch, divisors: list[float]) -> tuple[Tensor, Tensor, float]:
         """Compute and clip gradients; return loss terms [3, E] (`Losses`), the norm before clipping, and all ranks'
-        FLOPs. E counts the objective's entries. Graphs also update the weights."""
+        FLOPs. E counts the objective's entries. With graphs, the weights are updated as well."""
         run, device, cost = self.run, self.ranks.device, self.model.cost
         terms = torch.zeros(3, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
@@ -375,7 +379,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def _read_counts(self, first_step: int) -> int:
-        """Take over what the graphs have counted, and return the last step. They stop at one that ends the run."""
+        """Take over the counts of the graphs, and return the last step that they counted."""
         assert self.graphs is not None
         steps, self.state.updates, self.state.bad_in_a_row = self.graphs.read_counts()
         self.state.step = first_step - 1 + steps
@@ -520,10 +524,13 @@ def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int)
     """Whether a forward and backward of the costliest micro-batch fits in memory."""
     ids = torch.zeros(rows, run.model.context, dtype=torch.long, device=device)
     # At most so many of the rows train on each entry.
-    entries = zip(run.objective.trajectories, costliest_step(run), strict=True)
+    entries = run.objective.trajectories
     trajectories = [
         dict.fromkeys(range(math.ceil(entry.rows * rows - 1e-9)), longest) if longest else {}
-        for entry, longest in entries
+        for entry, longest in zip(entries, costliest_step(run), strict=True)
+    ]
+    exits = [
+        dict.fromkeys(each, 1) if entry.exits else {} for entry, each in zip(entries, trajectories, strict=True)
     ]
     documents = torch.zeros_like(ids) if run.data.documents else None
     reserved = None
@@ -531,9 +538,11 @@ def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int)
         # A real step also holds the gradients of earlier micro-batches and two moments. Reserve their memory.
         reserved = [torch.empty_like(p) for p in objective.parameters() for _ in range(3)]
         with autocast(device, run):
-            packed = pack_rows(run.model, trajectories).to(device)
-            losses = objective(ids, ids, documents, packed, [1.0] * len(trajectories))
-        losses.total.backward()
+            packed = pack_rows(run.model, trajectories, exits).to(device)
+            # Graphs keep their memory, and a pass that is not recorded needs as much again.
+            passes = range(2 if run.training.graphs else 1)
+            losses = [objective(ids, ids, documents, packed, [1.0] * len(trajectories)) for _ in passes]
+        losses[-1].total.backward()
         torch.cuda.synchronize(device)
         return True
     except torch.OutOfMemoryError:
