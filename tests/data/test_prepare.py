@@ -123,16 +123,21 @@ def test_interrupted_anywhere_ends_the_same(
     assert contents(out) == reference
 
 
-# Ends the process, as SIGKILL would, once it has computed for so many seconds after so many batches.
+# Kills itself at the so-manyth call of a function, of Python or C, after so many batches.
 _DIE = """
-import signal
+import os, signal, sys
 from loopformer.data.prepare import prepare
-reports = 0
+batches, calls = {batches}, {calls}
+def count(frame, event, argument):
+    global calls
+    calls -= 1
+    if not calls:
+        os.kill(os.getpid(), signal.SIGKILL)
 def report(progress):
-    global reports
-    reports += progress.phase == "tokenizing"
-    if reports == {batches}:
-        signal.setitimer(signal.ITIMER_PROF, {seconds})
+    global batches
+    batches -= progress.phase == "tokenizing"
+    if not batches:
+        sys.setprofile(count)
 prepare({sources!r}, {out!r}, report=report, batch_bytes=1000, commit_seconds=0, **{options!r})
 """
 
@@ -144,9 +149,9 @@ def test_killed_at_random_points_ends_the_same(
     out = tmp_path / "out"
     progress = []
     for _ in range(6):
-        moment = {"batches": rng.randrange(3, 15), "seconds": rng.uniform(0.001, 0.015)}
+        moment = {"batches": rng.randrange(3, 15), "calls": rng.randrange(1, 20_000)}
         code = _DIE.format(**moment, sources=sources, out=str(out), options=OPTIONS)
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGPROF
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
         progress.append((out / STATE_FILE).read_bytes())
     assert len(set(progress)) == 6, "every start went further than the one before"
     prepare(sources, out, **OPTIONS)
