@@ -57,8 +57,9 @@ class StepGraphs:
         """`optimizer` must be capturable. `before` has the counts to begin with."""
         self._run_pass, self._optimizer, self._training = run_pass, optimizer, training
         self._device, self._parameters = model.device, list(model.parameters())
-        for parameter in self._parameters:
-            parameter.grad = torch.zeros_like(parameter)  # a graph needs gradients that stay where they are
+        self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient  # which stays where it is, as graphs need it
         moments = optimizer.tensors(model)
         optimizer.set_updates(before.updates)
         self._state = [*moments.values(), *optimizer.step_counts()]
@@ -92,17 +93,13 @@ class StepGraphs:
         def launch() -> None:
             terms.copy_(self._run_pass(batch, packed, divisors))
 
-        graph = self._record(
-            launch, [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        )
-        return _RecordedPass(graph, [*batch.tensors, *packed.tensors], terms)
+        return _RecordedPass(self._record(launch, self._gradients), [*batch.tensors, *packed.tensors], terms)
 
     def update(self) -> Tensor:
         """Clip the gradients, update the weights if they are finite, and clear them. Returns their norm."""
         if self._update_graph is None:
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             counts = [self._steps, self._updates, self._bad]
-            state = [*self._parameters, *gradients, *self._state, *counts]
+            state = [*self._parameters, *self._gradients, *self._state, *counts]
             self._update_graph = self._record(self._launch_update, state)
         self._update_graph.replay()
         return self._norm
@@ -123,6 +120,5 @@ class StepGraphs:
         return StepCounts(*torch.stack([self._steps, self._updates, self._bad]).tolist())
 
     def _record(self, launch: Callable[[], None], state: list[Tensor]) -> Any:
-        with torch.no_grad():  # `state` is restored in place
-            tensors = [tensor.detach() for tensor in state]
-        return record(self._device, launch, tensors, "training", self._memory)
+        restored = [tensor.detach() for tensor in state]  # in place, which parameters do not allow themselves
+        return record(self._device, launch, restored, "training", self._memory)
