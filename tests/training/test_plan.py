@@ -135,9 +135,8 @@ def test_exits_are_dealt_out_evenly_over_the_rows_of_each_budget() -> None:
             counts = [now[budget, loop] for loop in range(1, budget)]
             assert max(counts) - min(counts) <= 1
         seen += now
-    assert [seen[8, loop] for loop in range(1, 8)] == [
-        84 * 4 / 7
-    ] * 7  # four rows reach all seven loops over the steps
+    # Four rows reach all seven loops over the steps.
+    assert [seen[8, loop] for loop in range(1, 8)] == [84 * 4 / 7] * 7
     assert max(seen[4, loop] for loop in (1, 2, 3)) < 1.1 * min(seen[4, loop] for loop in (1, 2, 3))
 
 

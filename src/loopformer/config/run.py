@@ -301,10 +301,7 @@ def run_from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     if "vocab" not in model and isinstance(rows := model.get("padded_vocab"), int):
         # The data decides the vocabulary when it is opened. Until then it is the size of the embedding matrix.
         settings["model"] = {**model, "vocab": max(1, rows)}
-    require(
-        init_from is None or isinstance(init_from, str),
-        f"init_from must be a path, got {init_from!r}.",
-    )
+    require(init_from is None or isinstance(init_from, str), f"init_from must be a path, got {init_from!r}.")
     sections: dict[str, Any] = {name: from_mapping(cls, settings[name], name) for name, cls in SECTIONS.items()}
     return RunConfig(**sections, init_from=init_from)
 

@@ -135,7 +135,6 @@ async def _complete(service: Service, path: str, job: Job, writer_type: type[Ans
             pass
         await generation.finish()
         writer, usage = writer_type(service.served, job, generation.trajectory), generation.usage()
-
         write = partial(writer.complete, generation.texts, usage, generation.prompt_scores)
         # Many log-probabilities take seconds to write, during which the event loop must not wait.
         logprobs = 0 if job.alternatives is None else usage.total_tokens * (job.alternatives + 1)

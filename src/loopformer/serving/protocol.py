@@ -247,8 +247,8 @@ class GenerationBody(DepthBody):
         )
         for prompt in prompts:
             served.check_prompt(prompt, field)
-        sentence = f"'max_tokens' is at most {served.max_output} here, got {max_tokens}."
-        need(max_tokens <= served.max_output, "max_tokens", sentence)
+        limit = served.max_output
+        need(max_tokens <= limit, "max_tokens", f"'max_tokens' is at most {limit} here, got {max_tokens}.")
         top_k = self.top_k if self.top_k > 0 else None
         return Job(
             tuple(tuple(prompt) for prompt in prompts),

@@ -74,11 +74,11 @@ class StepGraphs:
     def backward(self, batch: Batch, packed: PackedRows, divisors: list[float]) -> Tensor:
         """Add the gradients of a micro-batch; return its loss terms [3, E], valid until the next call."""
         key = (packed.shape, batch.inputs.shape, tuple(divisors))
+        if key not in self._seen:
+            if len(self._seen) < MAX_PASSES:
+                self._seen.add(key)
+            return self._run_pass(batch.to(self._device), packed.to(self._device), divisors)
         if key not in self._passes:
-            if key not in self._seen or len(self._passes) == MAX_PASSES:
-                if len(self._seen) < MAX_PASSES:
-                    self._seen.add(key)
-                return self._run_pass(batch.to(self._device), packed.to(self._device), divisors)
             self._passes[key] = self._record_pass(batch, packed, divisors)
         recorded = self._passes[key]
         for static, given in zip(recorded.inputs, [*batch.tensors, *packed.tensors], strict=True):

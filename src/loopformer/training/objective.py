@@ -181,11 +181,10 @@ class Objective(nn.Module):
         """What runs a loop; None is the model's stack. Made for each forward, as the fused loops cast weights."""
         if self.fused is not None and torch.is_grad_enabled():
             return FusedStack(self.model.stack, self.fused, self.checkpoint_loops)
-        return (
-            partial(checkpoint, self.model.stack, use_reentrant=False, preserve_rng_state=False)
-            if self.checkpoint_loops
-            else None
-        )
+        if not self.checkpoint_loops:
+            return None
+        # Nothing in a loop is random, and the random state cannot be read while a CUDA graph is recorded.
+        return partial(checkpoint, self.model.stack, use_reentrant=False, preserve_rng_state=False)
 
 
 def autocast(device: torch.device, run: RunConfig) -> Any:
