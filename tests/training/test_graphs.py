@@ -49,7 +49,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(graphs, "record", LaunchedAgain)
     monkeypatch.setattr(trainer, "ModelOptimizer", optimizer)
-    monkeypatch.setattr(trainer, "can_use_graphs", lambda run, ranks: run.training.graphs)
+    monkeypatch.setattr(trainer, "can_use_graphs", lambda run, ranks, say=None: run.training.graphs is True)
     LaunchedAgain.recorded = 0
 
 
@@ -92,7 +92,10 @@ def test_steps_are_those_without_graphs(
 
 @pytest.mark.usefixtures("without_gpu")
 def test_a_resumed_run_ends_with_the_same_bits(mixture: Callable[..., list[str]], tmp_path: Path) -> None:
-    settings = mixture(training__graphs=True, training__optimizer="muon")
+    same_bits_after_resuming(mixture(training__graphs=True, training__optimizer="muon"), tmp_path)
+
+
+def same_bits_after_resuming(settings: list[str], tmp_path: Path) -> None:
     launch("demo", settings, tmp_path / "whole", quiet=True)
     launch("demo", settings, tmp_path / "cut", quiet=True)
     for checkpoint in sorted((tmp_path / "cut" / "checkpoints").glob("step-*"))[1:]:
@@ -177,9 +180,21 @@ def test_waiting_for_the_gpu_counts_as_training_time(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_machine_without_a_gpu_says_so(small: Small, tmp_path: Path) -> None:
-    with pytest.raises(LoopformerError, match=r"^training.graphs needs a CUDA GPU, not cpu; set it to false\.$"):
+    with pytest.raises(LoopformerError, match=r"^training.graphs needs a CUDA GPU, not cpu; set it to auto\.$"):
         launch("demo", small(training__graphs=True), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+@NO_GPU
+@pytest.mark.cuda
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_resumed_run_ends_with_the_same_bits_on_a_gpu(
+    fused: bool, mixture: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """After the resume, a pass that was a graph runs once call by call."""
+    more = {"training__dtype": "bfloat16", "training__steps": 40, "training__device": "cuda"}
+    more |= {"training__optimizer": "muon", "training__fused": fused, "training__compile": False}
+    same_bits_after_resuming(mixture(training__graphs=True, **more), tmp_path)
 
 
 @NO_GPU

@@ -30,7 +30,7 @@ from loopformer.training import checkpoint, trainer
 from loopformer.training.distributed import Ranks
 from loopformer.training.launch import launch
 from loopformer.training.reporting import read_metrics
-from loopformer.training.trainer import Trainer, fused_precision, make_model
+from loopformer.training.trainer import Trainer, can_use_graphs, fused_precision, make_model
 
 from .runs import PAIR, Small, go_back, training_losses, weights
 
@@ -545,6 +545,20 @@ def test_auto_names_what_keeps_passes_from_being_fused(monkeypatch: pytest.Monke
     assert precision_on("cpu", 1, *settings, said=said) is None
     assert precision_on("cuda", 1, *settings, "training.fused=false", said=said) is None
     assert len(said) == 1  # nobody asked for it there
+
+
+def test_graphs_are_for_a_single_gpu_and_what_cannot_be_is_said() -> None:
+    def graphs_on(device: str, world: int, setting: str) -> tuple[bool, list[str]]:
+        said: list[str] = []
+        run, ranks = load_run("demo", [f"training.graphs={setting}"])[0], Ranks(0, world, torch.device(device))
+        return can_use_graphs(run, ranks, said.append), said
+
+    reason = "training.graphs needs a single GPU, not 2 ranks"
+    assert graphs_on("cuda", 1, "auto") == graphs_on("cuda", 1, "true") == (True, [])
+    assert graphs_on("cuda", 1, "false") == graphs_on("cpu", 1, "auto") == (False, [])
+    assert graphs_on("cuda", 2, "auto") == (False, [f"training without CUDA graphs: {reason}"])
+    with pytest.raises(LoopformerError, match=rf"^{reason}; set it to auto\.$"):
+        graphs_on("cuda", 2, "true")
 
 
 def test_weights_that_are_not_finite_are_no_start(small: Small, tmp_path: Path) -> None:

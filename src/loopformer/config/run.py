@@ -173,7 +173,7 @@ class TrainingConfig:
     device: str = setting("auto", "cpu, cuda, mps, or auto for the best available.")
     fused: bool | Literal["auto"] = setting("auto", "Use the fused kernels; auto: on CUDA below float32.")
     compile: bool | Literal["auto"] = setting("auto", "Compile the stack; auto: on CUDA without fused kernels.")
-    graphs: bool = setting(False, "Run steps as CUDA graphs, on one GPU.")
+    graphs: bool | Literal["auto"] = setting("auto", "Run steps as CUDA graphs; auto: on one CUDA GPU.")
     checkpoint_loops: bool = setting(False, "Keep only the state between loops and recompute the rest in backward.")
     strategy: Literal["ddp", "fsdp"] = setting("ddp", "Parallelism with more than one rank.")
     seed: int = setting(0, "Seed of initial weights, samples and trajectories.", minimum=0, below=2**63)

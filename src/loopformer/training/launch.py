@@ -44,7 +44,7 @@ from loopformer.plots import has_matplotlib
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import check_ranks, estimated_micro_batch, make_plan
 from loopformer.training.reporting import draw_curves
-from loopformer.training.trainer import Trainer, fused_precision, open_loaders
+from loopformer.training.trainer import Trainer, can_use_graphs, fused_precision, open_loaders
 
 # Settings that decide what is trained. All others may change when a run is resumed.
 FIXED_ON_RESUME = (
@@ -119,12 +119,12 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
         if run.init_from is not None:
             run = _with_starting_model(run, user_keys, find_config(run.init_from)[0])
     ranks = Ranks.start(run.training.device)
-    fused = fused_precision(run, ranks) is not None
+    fused, graphs = fused_precision(run, ranks) is not None, can_use_graphs(run, ranks)
     micro = run.training.micro_batch
     if micro == "auto":
-        micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused)
+        micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused, graphs)
     check_ranks(run, ranks.world)
-    estimate = make_plan(run, tokens, ranks.device, micro, ranks.world, fused)
+    estimate = make_plan(run, tokens, ranks.device, micro, ranks.world, fused, graphs)
     ranks.close()
     return {"plan": estimate, "settings": run_to_mapping(run), "data_missing": missing}
 

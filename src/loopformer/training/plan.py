@@ -275,7 +275,13 @@ def costliest_step(run: RunConfig) -> list[Trajectory | None]:
 
 
 def make_plan(
-    run: RunConfig, tokens_in_data: int, device: torch.device, micro_batch: int, world: int, fused: bool
+    run: RunConfig,
+    tokens_in_data: int,
+    device: torch.device,
+    micro_batch: int,
+    world: int,
+    fused: bool,
+    graphs: bool = False,
 ) -> dict[str, Any]:
     """The estimate for a run on `world` devices like this one. Epochs and hours are None if unknown."""
     cost, training = Cost(run.model), run.training
@@ -291,7 +297,7 @@ def make_plan(
         "training_gflops_per_token": per_token / 1e9,
         "total_flops": per_token * tokens,
         "micro_batch": micro_batch,
-        "memory_gib_per_device": memory_bytes(run, micro_batch, world, fused) / 2**30,
+        "memory_gib_per_device": memory_bytes(run, micro_batch, world, fused, graphs) / 2**30,
         "device": device_name(device),
         "device_tflops": None if rate is None else rate / 1e12,
         "hours": None if rate is None else per_token * tokens / (rate * world) / 3600,
@@ -310,7 +316,7 @@ def training_flops_per_token(run: RunConfig) -> float:
     return flops
 
 
-def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool) -> float:
+def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool, graphs: bool = False) -> float:
     """The memory of a device: weights, gradients and two moments in fp32, and activations of one micro-batch."""
     config, training = run.model, run.training
     shards = world if training.is_sharded else 1
@@ -335,7 +341,7 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool) -> f
         per_token = loops * config.blocks * per_block
     chunk = min(run.objective.chunk, micro_batch * config.context)
     head = chunk * config.vocab_rows * 4 * 3 * len(active) + config.vocab_rows * config.width * 4
-    passes = 2 if training.graphs else 1  # one that is recorded, and one that runs call by call
+    passes = 2 if graphs else 1  # one that is recorded, and one that runs call by call
     return states + passes * (micro_batch * config.context * per_token + head)
 
 
@@ -346,9 +352,10 @@ def micro_batch_sizes(run: RunConfig, world: int) -> list[int]:
     return sorted({*small, *(rows // divisor for divisor in small)}, reverse=True)
 
 
-def estimated_micro_batch(run: RunConfig, free: float, world: int, fused: bool) -> int:
+def estimated_micro_batch(run: RunConfig, free: float, world: int, fused: bool, graphs: bool = False) -> int:
     """The largest micro-batch that should fit into `free` bytes, or 1."""
-    return next((size for size in micro_batch_sizes(run, world) if memory_bytes(run, size, world, fused) < free), 1)
+    sizes = micro_batch_sizes(run, world)
+    return next((size for size in sizes if memory_bytes(run, size, world, fused, graphs) < free), 1)
 
 
 def reachable_flops(device: torch.device) -> float | None:

@@ -120,7 +120,7 @@ class Trainer:
         notes: list[str] = []
         # Check everything that may be refused before the Reporter writes the first file.
         fused = fused_precision(run, ranks, notes.append)
-        uses_graphs = can_use_graphs(run, ranks)
+        uses_graphs = can_use_graphs(run, ranks, notes.append)
         if training.threads is not None:
             torch.set_num_threads(training.threads)
         torch.set_float32_matmul_precision("highest" if training.dtype == "float32" else "high")
@@ -152,7 +152,7 @@ class Trainer:
         objective = Objective(self.model.to(ranks.device), run.objective, training.checkpoint_loops, fused)
         # Choose the micro-batch before compilation, which would keep a graph for each size that is tried. Choose it
         # before the optimizer exists, whose memory `_fits` reserves itself.
-        self._set_micro_batch(objective)
+        self._set_micro_batch(objective, uses_graphs)
         on_gpu = ranks.device.type == "cuda"
         # `auto` compiles on a GPU, unless the fused kernels already replace the compiler's.
         if training.compile is True or (training.compile == "auto" and on_gpu and fused is None):
@@ -167,7 +167,7 @@ class Trainer:
             before = StepCounts(updates=self.state.updates, bad_in_a_row=self.state.bad_in_a_row)
             self.graphs = StepGraphs(self._run_pass, self.model, self.optimizer, training, before)
 
-    def _set_micro_batch(self, objective: Objective) -> None:
+    def _set_micro_batch(self, objective: Objective, graphs: bool) -> None:
         """Set the micro-batch to the configured size.
 
         With `auto`, keep the checkpoint's if it was chosen for this world, device and execution mode. Otherwise
@@ -176,12 +176,12 @@ class Trainer:
         state, ranks, training = self.state, self.ranks, self.run.training
         device = device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
         fused, recompute = objective.fused is not None, training.checkpoint_loops
-        mode = f"{training.dtype} fused={fused} checkpoint_loops={recompute}" + " graphs=True" * training.graphs
+        mode = f"{training.dtype} fused={fused} checkpoint_loops={recompute}" + " graphs=True" * graphs
         setup = (ranks.world, device, mode)
         if isinstance(training.micro_batch, int):
             state.micro_batch = training.micro_batch
         elif not state.micro_batch_found or (state.world, state.device, state.execution_mode) != setup:
-            state.micro_batch = choose_micro_batch(self.run, objective, ranks, self.reporter.say)
+            state.micro_batch = choose_micro_batch(self.run, objective, ranks, graphs, self.reporter.say)
         state.micro_batch_found = not isinstance(training.micro_batch, int)
         state.world, state.device, state.execution_mode = setup
 
@@ -494,33 +494,37 @@ def fused_precision(run: RunConfig, ranks: Ranks, say: Callable[[str], None] = l
     return Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
 
 
-def can_use_graphs(run: RunConfig, ranks: Ranks) -> bool:
-    """Whether steps run as CUDA graphs. Raises if `training.graphs` asks for them in vain."""
-    if not run.training.graphs:
-        return False
-    require(
-        ranks.device.type == "cuda", f"training.graphs needs a CUDA GPU, not {ranks.device.type}; set it to false."
-    )
-    require(ranks.world == 1, f"training.graphs needs a single GPU, not {ranks.world} ranks; set it to false.")
-    return True
+def can_use_graphs(run: RunConfig, ranks: Ranks, say: Callable[[str], None] = lambda _: None) -> bool:
+    """Whether steps run as CUDA graphs. If a GPU run with training.graphs=auto cannot, `say` gets the reason."""
+    graphs, on_gpu, reason = run.training.graphs, ranks.device.type == "cuda", None
+    if not on_gpu:
+        reason = f"training.graphs needs a CUDA GPU, not {ranks.device.type}"
+    elif ranks.world > 1:
+        reason = f"training.graphs needs a single GPU, not {ranks.world} ranks"
+    require(graphs is not True or reason is None, f"{reason}; set it to auto.")
+    if graphs == "auto" and on_gpu and reason is not None:
+        say(f"training without CUDA graphs: {reason}")
+    return graphs is not False and reason is None
 
 
-def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: Callable[[str], None]) -> int:
+def choose_micro_batch(
+    run: RunConfig, objective: Objective, ranks: Ranks, graphs: bool, say: Callable[[str], None]
+) -> int:
     """The largest micro-batch that fits in memory: measured on a GPU, estimated elsewhere."""
     sizes, fused = micro_batch_sizes(run, ranks.world), objective.fused is not None
     if ranks.device.type != "cuda":
-        chosen = estimated_micro_batch(run, 0.6 * available_bytes(ranks.device), ranks.world, fused)
+        chosen = estimated_micro_batch(run, 0.6 * available_bytes(ranks.device), ranks.world, fused, graphs)
     else:
         # The estimate may be too high, so try sizes somewhat beyond it. Far beyond, a trial only costs time.
         limit = 1.5 * available_bytes(ranks.device)
-        candidates = (size for size in sizes if memory_bytes(run, size, ranks.world, fused) < limit)
-        chosen = next((size for size in candidates if _fits(run, objective, ranks.device, size)), 1)
+        candidates = (size for size in sizes if memory_bytes(run, size, ranks.world, fused, graphs) < limit)
+        chosen = next((size for size in candidates if _fits(run, objective, ranks.device, size, graphs)), 1)
     chosen = ranks.smallest(chosen)  # all ranks must split a step alike
     say(f"micro-batch {chosen}: {run.training.batch // (chosen * ranks.world)} per step on each device")
     return chosen
 
 
-def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int) -> bool:
+def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int, graphs: bool) -> bool:
     """Whether a forward and backward of the costliest micro-batch fits in memory."""
     ids = torch.zeros(rows, run.model.context, dtype=torch.long, device=device)
     # At most so many of the rows train on each entry.
@@ -540,7 +544,7 @@ def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int)
         with autocast(device, run):
             packed = pack_rows(run.model, trajectories, exits).to(device)
             # Graphs keep their memory, and a pass that is not recorded needs as much again.
-            passes = range(2 if run.training.graphs else 1)
+            passes = range(2 if graphs else 1)
             losses = [objective(ids, ids, documents, packed, [1.0] * len(trajectories)) for _ in passes]
         losses[-1].total.backward()
         torch.cuda.synchronize(device)

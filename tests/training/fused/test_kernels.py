@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from loopformer.model.block import rotary_angles
 from loopformer.training.fused import ops
 from loopformer.training.fused.ops import (
     GateBackward,
@@ -77,6 +78,22 @@ def test_norm_forward(precision: Precision, add: bool, sequences: int) -> None:
     same(mine[0], theirs[0])
     same(mine[1], theirs[1])
     same(mine[2], theirs[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("positions", [torch.arange(13)[None], torch.tensor([[0, 1, 2] + [0, 1] * 5] * 3)])
+def test_rotate(positions: Tensor, dtype: torch.dtype) -> None:
+    """Queries and keys lie beside values, which stay as they are; rotating back restores them."""
+    rotary = rotary_angles(positions, head_width=12, dtype=torch.float32)
+    qkv = draw(3, 13, 3 * WIDTH).to(dtype)
+    expected, mine = qkv.clone(), there(qkv)
+    ops.rotate_(expected[..., : 2 * WIDTH], rotary)
+    on_device = there(rotary[0]), there(rotary[1])
+    kernels.rotate_(mine[..., : 2 * WIDTH], on_device)
+    same(mine, expected)
+    assert not torch.equal(mine.cpu(), qkv)
+    kernels.rotate_(mine[..., : 2 * WIDTH], on_device, inverse=True)
+    torch.testing.assert_close(mine.cpu(), qkv, atol=0.03 if dtype == torch.bfloat16 else 1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("sequences", SEQUENCES)

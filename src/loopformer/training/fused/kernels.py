@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loopformer.model import block
+from loopformer.model.block import Rotary
 from loopformer.training.fused import ops
 from loopformer.training.fused.ops import FP8, GateBackward, NormBackward, Operand, Precision
 
@@ -98,6 +99,40 @@ def norm_forward_kernel(
         _store_fp8(h + row * D + d, out, scale, inside)
     else:
         tl.store(h + row * D + d, out, mask=inside)
+
+
+@triton.jit
+def rotate_kernel(
+    heads,
+    cos,
+    sin,
+    length,
+    H,
+    half,
+    row_stride,
+    token_stride,
+    head_stride,
+    angle_stride,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    """Grid [B · T]. Rotate the pairs (i, i + half) of all heads of a token by its angles, in place."""
+    row = (tl.program_id(0) // length).to(tl.int64)
+    token = tl.program_id(0) % length
+    h = tl.arange(0, BLOCK_H)[:, None]
+    d = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = (h < H) & (d < half)
+    angles = row * angle_stride + token * half + d
+    c = tl.load(cos + angles, mask=d < half, other=0.0).to(tl.float32)
+    s = tl.load(sin + angles, mask=d < half, other=0.0).to(tl.float32)
+    if INVERSE:
+        s = -s
+    pointers = heads + row * row_stride + token * token_stride + h * head_stride + d
+    first = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(pointers + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(pointers, first * c - second * s, mask=inside)
+    tl.store(pointers + half, first * s + second * c, mask=inside)
 
 
 @triton.jit
@@ -362,6 +397,27 @@ def norm_forward(
         num_warps=4,
     )
     return new_x, inverse, h
+
+
+def rotate_(x: Tensor, rotary: Rotary, inverse: bool = False) -> None:
+    cos, sin = rotary
+    half = cos.shape[-1]
+    heads = x.view(*x.shape[:2], -1, 2 * half)  # [B, T, H, D/H]
+    rows, length, count, _ = heads.shape
+    rotate_kernel[(rows * length,)](
+        heads,
+        cos,
+        sin,
+        length,
+        count,
+        half,
+        *heads.stride()[:3],
+        cos.stride(0) if len(cos) > 1 else 0,
+        BLOCK_H=triton.next_power_of_2(count),
+        BLOCK_HALF=triton.next_power_of_2(half),
+        INVERSE=inverse,
+        num_warps=4,
+    )
 
 
 def add_change(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopformer.model.block import EPSILON
+from loopformer.model.block import EPSILON, Rotary, rotate
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -195,6 +195,14 @@ def norm_forward(
     inverse = (x.square().mean(-1) + EPSILON).rsqrt()
     out = x * inverse[:, None] * _per_token(gain, x)
     return x, inverse, _bounded_operand(out, precision, out.abs().amax(1))
+
+
+@kernel_on_gpu
+def rotate_(x: Tensor, rotary: Rotary, inverse: bool = False) -> None:
+    """Rotate the heads of queries and keys [B, T, …] in place by the angles of their positions, or back."""
+    cos, sin = rotary
+    heads = x.view(*x.shape[:2], -1, 2 * cos.shape[-1]).transpose(1, 2)  # [B, H, T, D/H]
+    heads.copy_(rotate(heads, cos, -sin if inverse else sin))
 
 
 @kernel_on_gpu

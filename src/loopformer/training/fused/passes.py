@@ -160,7 +160,7 @@ class _SavedBlock:
 
     x_1: Tensor  # [N, D] fp32, the residual stream before the first norm
     inverse_1: Tensor  # [N], the inverse rms
-    qkv: list[Tensor]  # [B, T, D] each, the leaves of attention's graph
+    qkv: list[Tensor]  # [B, T, D] each, rotated: the leaves of attention's graph
     attended: Tensor  # [B, T, D], the result of attention's graph
     change_1: Tensor  # [N, D], attention's output before its gate
     x_2: Tensor
@@ -196,7 +196,7 @@ class _FusedLoop(torch.autograd.Function):
         saved = ctx.saved_blocks or _forward(ctx.fused, x, table, ctx.rotary, ctx.mask)[1]
         ctx.saved_blocks = None
         with torch.autocast(dout.device.type, enabled=False):
-            dx, dtable = _backward(ctx.fused, saved, table, dout)
+            dx, dtable = _backward(ctx.fused, saved, table, dout, ctx.rotary)
         return dx, dtable, dout.new_zeros(()), None, None, None
 
 
@@ -221,9 +221,11 @@ def _forward(
             gate_1, gate_2, gain_1, gain_2 = modulation.unbind(1)  # each [B or 1, D]
             x_1, inverse_1, h_1 = ops.norm_forward(x, change, gate, gain_1, precision)
             qkv = qkv_linear(h_1).view(*shape[:2], -1)  # [B, T, 3D]
+            if rotary is not None:
+                ops.rotate_(qkv[..., : 2 * shape[-1]], rotary)  # queries and keys
             with torch.enable_grad():  # attention has a separate graph for its backward
                 q, k, v = (part.detach().requires_grad_() for part in qkv.chunk(3, dim=-1))
-                attended = block.attention.attend(q, k, v, rotary, mask, None)  # [B, T, D]
+                attended = block.attention.attend(q, k, v, None, mask, None)  # [B, T, D]
             attended_operand = ops.operand(precision, attended.detach().flatten(0, 1))
             change_1 = out_linear(attended_operand)
             x_2, inverse_2, h_2 = ops.norm_forward(x_1, change_1, gate_1, gain_2, precision)
@@ -241,7 +243,9 @@ def _forward(
 
 
 @torch.no_grad()
-def _backward(fused: FusedStack, saved: list[_SavedBlock], table: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+def _backward(
+    fused: FusedStack, saved: list[_SavedBlock], table: Tensor, dout: Tensor, rotary: Rotary | None
+) -> tuple[Tensor, Tensor]:
     """The gradients of x [B, T, D] and the table [B or 1, k, 4, D]. Those of weights go to `fused.linears`."""
     precision = fused.precision
     dx = dout.float().flatten(0, 1).contiguous()
@@ -267,13 +271,21 @@ def _backward(fused: FusedStack, saved: list[_SavedBlock], table: Tensor, dout: 
         out_linear.add_weight_gradient(
             dchange, block.operands[1] if block.operands else Operand(block.attended.detach().flatten(0, 1))
         )
-        # Give the three gradients no name: it would keep them alive next to their concatenation.
-        dqkv = ops.operand(
-            precision, *(d.flatten(0, 1) for d in torch.autograd.grad(block.attended, block.qkv, dattended))
-        )
+        dqkv = _attention_backward(block, dattended, rotary, precision)
         norm = NormBackward(
             qkv_linear.input_gradient(dqkv), block.x_1, block.inverse_1, modulation[:, GAIN_1], (number, GAIN_1)
         )
         dx, h_1, dchange = ops.residual_backward(dx, norm, ffn_gates.pop(), sums, precision)
         qkv_linear.add_weight_gradient(dqkv, block.operands[0] if block.operands else h_1)
     return dx.view_as(dout), sums.sum(1)
+
+
+def _attention_backward(
+    block: _SavedBlock, dattended: Tensor, rotary: Rotary | None, precision: Precision
+) -> Operand:
+    """The gradient of queries, keys and values side by side [N, 3D], from that of attention's output [B, T, D]."""
+    gradients = torch.autograd.grad(block.attended, block.qkv, dattended)
+    if rotary is not None:
+        for gradient in gradients[:2]:
+            ops.rotate_(gradient, rotary, inverse=True)
+    return ops.operand(precision, *(gradient.flatten(0, 1) for gradient in gradients))
