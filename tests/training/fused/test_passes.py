@@ -1,6 +1,7 @@
 """The backward written out by hand against autograd's."""
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ LENGTH = 16  # fp8 matmuls on a GPU need multiples of 16 tokens
 WAYS = ["trajectory", "none", "time", "index"]
 
 
-def model_of(tiny: ModelConfig, **changes: object) -> LoopedLM:
-    torch.manual_seed(0)
+def model_of(tiny: ModelConfig, seed: int = 0, **changes: object) -> LoopedLM:
+    torch.manual_seed(seed)
     model = LoopedLM(replace(tiny, **changes))  # type: ignore[arg-type]
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -126,16 +127,18 @@ def far(found: list[Tensor], exact: list[Tensor]) -> float:
     ],
 )
 def test_low_precision_stays_near(tiny: ModelConfig, positions: str, inject: str, start: str, device: str) -> None:
-    """In bf16 no farther from the exact gradients than autocast; in fp8 by a few times that, as its steps are."""
-    model = model_of(tiny, width=32, ffn=64, positions=positions, inject=inject, start=start).to(device)
-    exact = run(model, None)
-    with torch.autocast(device, torch.bfloat16):
-        usual = far(run(model, None), exact)
-        low = far(run(model, Precision(torch.bfloat16)), exact)
-        lower = far(run(model, Precision(torch.bfloat16, fp8=True)), exact)
-    # Over draws of the weights the ratio is 1.03 in the mean with injection, and up to 1.7.
-    assert low < (1.1 if inject == "none" else 1.75) * usual
-    assert low < lower < 15 * usual
+    """In bf16 as far from the exact gradients as autocast, in fp8 a few times as far: medians of nine models."""
+    low, lower = [], []
+    for seed in range(9):
+        shape = {"width": 32, "ffn": 64, "positions": positions, "inject": inject, "start": start}
+        model = model_of(tiny, seed, **shape).to(device)
+        exact = run(model, None)
+        with torch.autocast(device, torch.bfloat16):
+            usual = far(run(model, None), exact)
+            low.append(far(run(model, Precision(torch.bfloat16)), exact) / usual)
+            lower.append(far(run(model, Precision(torch.bfloat16, fp8=True)), exact) / usual)
+    assert median(low) < 1.25  # a single model has 0.3 to 4.7
+    assert median(low) < median(lower) < 10
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])])
