@@ -445,7 +445,7 @@ def test_flops_are_those_of_the_rows_that_train() -> None:
     assert last.training_flops(cost) == pytest.approx(8 * full + 4 * two)
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])  # queries and keys are rotated in place
 @pytest.mark.parametrize("checkpoint_loops", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "fused"),
@@ -461,8 +461,7 @@ def test_memory_is_that_of_the_weights_and_of_the_tokens(
     width, ffn, rows = config.width, config.ffn, config.vocab_rows
     block = 48 * width + 8 * ffn if dtype == "float32" else 28 * width + 4 * ffn
     if fused:
-        results = (8 if positions == "rotary" else 6) * width + ffn
-        block = 8 * width + (4 if dtype == "float32" else 2) * results
+        block = 8 * width + (4 if dtype == "float32" else 2) * (6 * width + ffn)
     waiting = 0
     if dtype == "float8":
         block += 3 * width + ffn

@@ -326,9 +326,8 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool, grap
     per_block = (28 * config.width + 4 * config.ffn) if half else (48 * config.width + 8 * config.ffn)
     pending = 0
     if fused:  # two states, results of four matmuls and of attention; in fp8 also the operands of matmuls
-        size, rotated = (2 if half else 4), 2 * (config.positions == "rotary")
-        operands = (3 * config.width + config.ffn) * fp8
-        per_block = 8 * config.width + size * ((6 + rotated) * config.width + config.ffn) + operands
+        size, operands = (2 if half else 4), (3 * config.width + config.ffn) * fp8
+        per_block = 8 * config.width + size * (6 * config.width + config.ffn) + operands
         # Operands of weight gradients wait until enough loops share a matmul. This raises the peak only if loops
         # are recomputed: otherwise backward has freed more than this by then.
         pending = (FP8_LOOPS_PER_GRADIENT - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8

@@ -6,7 +6,8 @@
 
 Neither autograd nor a compiler knows that every loop multiplies by the same weights. Here they are cast once, and
 the matmuls that compute their gradients accumulate in place over all loops. Between two matmuls lies one kernel
-(ops.py). Backward recomputes the outputs of these kernels, except in fp8, where they are small enough to keep.
+(ops.py), or attention and a kernel that rotates queries and keys in place. Backward recomputes the outputs of the
+other kernels, except in fp8, where they are small enough to keep.
 The mathematics is that of model/block.py: matmuls in bf16 or fp8, everything else in fp32.
 
 In fp8 (e4m3) a matmul and the gradient of its input have one scale for each row of either operand
