@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 import loopformer
+from loopformer.config import load_run
 from loopformer.errors import LoopformerError
 from loopformer.training import graphs, reporting, trainer
+from loopformer.training.distributed import Ranks
 from loopformer.training.launch import launch
 from loopformer.training.optimizer import ModelOptimizer
 from loopformer.training.reporting import read_metrics
-from loopformer.training.trainer import Trainer
+from loopformer.training.steps import StepCounts
+from loopformer.training.trainer import Trainer, can_use_graphs
 
 from .runs import Small
 
@@ -166,7 +169,7 @@ def test_waiting_for_the_gpu_counts_as_training_time(
     """A second at every wait, also before a checkpoint, whose own time does not count."""
     seconds, read_counts = [0.0], graphs.StepGraphs.read_counts
 
-    def wait(self: graphs.StepGraphs) -> graphs.StepCounts:
+    def wait(self: graphs.StepGraphs) -> StepCounts:
         seconds[0] += 1
         return read_counts(self)
 
@@ -176,6 +179,20 @@ def test_waiting_for_the_gpu_counts_as_training_time(
     launch("demo", settings, tmp_path / "run", quiet=True)
     (record,) = (record for record in read_metrics(tmp_path / "run") if record["kind"] == "train")
     assert record["tokens_per_second"] == pytest.approx(3 * 8 * 32 / 2)  # steps 2 to 4, waits after 2 and 4
+
+
+def test_graphs_are_for_a_single_gpu_and_what_cannot_be_is_said() -> None:
+    def graphs_on(device: str, world: int, setting: str) -> tuple[bool, list[str]]:
+        said: list[str] = []
+        run, ranks = load_run("demo", [f"training.graphs={setting}"])[0], Ranks(0, world, torch.device(device))
+        return can_use_graphs(run, ranks, said.append), said
+
+    reason = "training.graphs needs a single GPU, not 2 ranks"
+    assert graphs_on("cuda", 1, "auto") == graphs_on("cuda", 1, "true") == (True, [])
+    assert graphs_on("cuda", 1, "false") == graphs_on("cpu", 1, "auto") == (False, [])
+    assert graphs_on("cuda", 2, "auto") == (False, [f"training without CUDA graphs: {reason}"])
+    with pytest.raises(LoopformerError, match=rf"^{reason}; set it to auto\.$"):
+        graphs_on("cuda", 2, "true")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

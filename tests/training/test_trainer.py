@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ from loopformer.training import checkpoint, trainer
 from loopformer.training.distributed import Ranks
 from loopformer.training.launch import launch
 from loopformer.training.reporting import read_metrics
-from loopformer.training.trainer import Trainer, can_use_graphs, fused_precision, make_model
+from loopformer.training.steps import Steps
+from loopformer.training.trainer import Trainer, fused_precision, make_model
 
 from .runs import PAIR, Small, go_back, training_losses, weights
 
@@ -107,17 +109,17 @@ def test_resuming_is_the_same_as_never_stopping(more: dict[str, str], small: Sma
 
 def test_a_signal_saves_at_the_step_border(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch("demo", small(), tmp_path / "whole", quiet=True)
-    taken = Trainer._update
+    update = Steps.update
 
-    def interrupted(self: Trainer, norm: torch.Tensor) -> None:
-        if self.state.step == 2:
+    def interrupted(self: Steps) -> torch.Tensor:
+        if self.read_counts().steps == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        taken(self, norm)
+        return update(self)
 
-    monkeypatch.setattr(Trainer, "_update", interrupted)
+    monkeypatch.setattr(Steps, "update", interrupted)
     result = launch("demo", small(), tmp_path / "cut", quiet=True)
     assert (result["finished"], result["signal"], result["step"]) == (False, signal.SIGTERM, 3)
-    monkeypatch.setattr(Trainer, "_update", taken)
+    monkeypatch.setattr(Steps, "update", update)
     launch("demo", small(), tmp_path / "cut", resume=True, quiet=True)
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
 
@@ -162,16 +164,19 @@ def test_a_damaged_checkpoint_is_passed_over(
 def test_non_finite_steps_are_skipped_counted_and_end_the_run(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = Trainer._update
-    bad: set[int] = {1}
+    run_pass = Trainer._run_pass
+    bad = {2}
 
-    def sometimes(self: Trainer, norm: torch.Tensor) -> None:
-        taken(self, norm * math.nan if self.state.step in bad else norm)
+    def sometimes(self: Trainer, *arguments: Any) -> torch.Tensor:
+        terms = run_pass(self, *arguments)
+        if self.state.step + 1 in bad:
+            torch.nn.init.constant_(self.model.tokens.weight.grad, torch.nan)  # type: ignore[arg-type]
+        return terms
 
-    monkeypatch.setattr(Trainer, "_update", sometimes)
+    monkeypatch.setattr(Trainer, "_run_pass", sometimes)
     launch("demo", small(), tmp_path / "once", quiet=True)
     assert [record["skipped"] for record in read_metrics(tmp_path / "once") if record["kind"] == "train"][-1] == 1
-    bad |= set(range(2, 6))
+    bad |= set(range(3, 7))
     with pytest.raises(LoopformerError, match=r"3 steps in a row .* lower training.learning_rate"):
         launch("demo", small(training__bad_steps=3, training__save_every=1), tmp_path / "often", quiet=True)
     assert torch.isfinite(loopformer.load(tmp_path / "often").model.tokens.weight).all()
@@ -545,20 +550,6 @@ def test_auto_names_what_keeps_passes_from_being_fused(monkeypatch: pytest.Monke
     assert precision_on("cpu", 1, *settings, said=said) is None
     assert precision_on("cuda", 1, *settings, "training.fused=false", said=said) is None
     assert len(said) == 1  # nobody asked for it there
-
-
-def test_graphs_are_for_a_single_gpu_and_what_cannot_be_is_said() -> None:
-    def graphs_on(device: str, world: int, setting: str) -> tuple[bool, list[str]]:
-        said: list[str] = []
-        run, ranks = load_run("demo", [f"training.graphs={setting}"])[0], Ranks(0, world, torch.device(device))
-        return can_use_graphs(run, ranks, said.append), said
-
-    reason = "training.graphs needs a single GPU, not 2 ranks"
-    assert graphs_on("cuda", 1, "auto") == graphs_on("cuda", 1, "true") == (True, [])
-    assert graphs_on("cuda", 1, "false") == graphs_on("cpu", 1, "auto") == (False, [])
-    assert graphs_on("cuda", 2, "auto") == (False, [f"training without CUDA graphs: {reason}"])
-    with pytest.raises(LoopformerError, match=rf"^{reason}; set it to auto\.$"):
-        graphs_on("cuda", 2, "true")
 
 
 def test_weights_that_are_not_finite_are_no_start(small: Small, tmp_path: Path) -> None:

@@ -1,10 +1,5 @@
 """Training steps on one GPU as CUDA graphs: the host queues a step with a few calls, and waits for nothing.
 
-    graphs = StepGraphs(run_pass, model, optimizer, training, StepCounts())
-    terms = graphs.backward(batch, packed, divisors)     # once for each micro-batch
-    norm = graphs.update()                               # clip, update the weights, clear the gradients
-    counts = graphs.read_counts()                        # waits for the GPU
-
 A pass is recorded when its shape comes for the second time, so a shape that never comes back costs no recording.
 The update is one graph. It checks on the GPU whether the gradients are finite, and otherwise changes no weight.
 After too many such steps in a row it changes nothing any more, so the host may find out later.
@@ -24,17 +19,9 @@ from loopformer.inference.fused.graphs import record
 from loopformer.model import LoopedLM
 from loopformer.training.optimizer import ModelOptimizer
 from loopformer.training.packing import PackedRows
+from loopformer.training.steps import RunPass, StepCounts, Steps
 
 MAX_PASSES = 64  # graphs of passes; those of further shapes run call by call
-RunPass = Callable[[Batch, PackedRows, list[float]], Tensor]  # adds to the gradients and returns loss terms [3, E]
-
-
-class StepCounts(NamedTuple):
-    """Counts that the GPU keeps. A bad step is one whose gradient is not finite."""
-
-    steps: int = 0  # since `StepGraphs` was made; no longer counted once a run must end
-    updates: int = 0  # of the whole run
-    bad_in_a_row: int = 0
 
 
 class _RecordedPass(NamedTuple):
@@ -43,8 +30,10 @@ class _RecordedPass(NamedTuple):
     terms: Tensor  # what it writes, outside of the memory that graphs share
 
 
-class StepGraphs:
-    """The graphs of a model's training steps: its passes by shape, and the update."""
+class StepGraphs(Steps):
+    """The steps of a model as graphs: its passes by shape, and the update."""
+
+    is_queued = True
 
     def __init__(
         self,
@@ -54,15 +43,16 @@ class StepGraphs:
         training: TrainingConfig,
         before: StepCounts,
     ) -> None:
-        """`optimizer` must be capturable. `before` has the counts to begin with."""
-        self._run_pass, self._optimizer, self._training = run_pass, optimizer, training
-        self._device, self._parameters = model.device, list(model.parameters())
+        """`optimizer` must be capturable."""
+        super().__init__(run_pass, model, optimizer, training, before)
+        self._parameters = list(model.parameters())
         self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient  # which stays where it is, as graphs need it
         moments = optimizer.tensors(model)
         optimizer.set_updates(before.updates)
         self._state = [*moments.values(), *optimizer.step_counts()]
+        # The counts live on the GPU. Steps are no longer counted once a run must end.
         self._steps, self._updates, self._bad = (torch.tensor(count, device=self._device) for count in before)
         self._norm = torch.zeros((), device=self._device)
         self._seen: set[Hashable] = set()
@@ -72,12 +62,11 @@ class StepGraphs:
         self._memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
 
     def backward(self, batch: Batch, packed: PackedRows, divisors: list[float]) -> Tensor:
-        """Add the gradients of a micro-batch; return its loss terms [3, E], valid until the next call."""
         key = (packed.shape, batch.inputs.shape, tuple(divisors))
         if key not in self._seen:
             if len(self._seen) < MAX_PASSES:
                 self._seen.add(key)
-            return self._run_pass(batch.to(self._device), packed.to(self._device), divisors)
+            return super().backward(batch, packed, divisors)
         if key not in self._passes:
             self._passes[key] = self._record_pass(batch, packed, divisors)
         recorded = self._passes[key]
@@ -96,7 +85,6 @@ class StepGraphs:
         return _RecordedPass(self._record(launch, self._gradients), [*batch.tensors, *packed.tensors], terms)
 
     def update(self) -> Tensor:
-        """Clip the gradients, update the weights if they are finite, and clear them. Returns their norm."""
         if self._update_graph is None:
             counts = [self._steps, self._updates, self._bad]
             state = [*self._parameters, *self._gradients, *self._state, *counts]
@@ -116,7 +104,7 @@ class StepGraphs:
         self._bad.copy_(torch.where(is_finite, 0, self._bad + is_running))
 
     def read_counts(self) -> StepCounts:
-        """The counts. Waits for the steps that are queued."""
+        """The counts after the steps that are queued, for which it waits."""
         return StepCounts(*torch.stack([self._steps, self._updates, self._bad]).tolist())
 
     def _record(self, launch: Callable[[], None], state: list[Tensor]) -> Any:

@@ -58,7 +58,7 @@ from loopformer.training.checkpoint import (
 from loopformer.training.distributed import Parallel, Ranks, full_tensor
 from loopformer.training.fused.ops import Precision
 from loopformer.training.fused.passes import unsupported_reason
-from loopformer.training.graphs import StepCounts, StepGraphs
+from loopformer.training.graphs import StepGraphs
 from loopformer.training.objective import Objective, autocast
 from loopformer.training.optimizer import ModelOptimizer, learning_rate
 from loopformer.training.packing import PackedRows, pack_rows
@@ -71,6 +71,7 @@ from loopformer.training.plan import (
     plan_step,
 )
 from loopformer.training.reporting import Reporter, SpeedMeter
+from loopformer.training.steps import StepCounts, Steps
 from loopformer.trajectory import Trajectory
 
 StepBatch = list[tuple[MicroBatch, PackedRows, Batch]]  # the micro-batches of a step on this rank
@@ -162,10 +163,9 @@ class Trainer:
         self.optimizer = ModelOptimizer(self.model, training, fused=on_gpu, capturable=uses_graphs)
         if checkpoint:
             restore_optimizer(self.model, self.optimizer, checkpoint, self.state.updates)
-        self.graphs: StepGraphs | None = None
-        if uses_graphs:
-            before = StepCounts(updates=self.state.updates, bad_in_a_row=self.state.bad_in_a_row)
-            self.graphs = StepGraphs(self._run_pass, self.model, self.optimizer, training, before)
+        before = StepCounts(updates=self.state.updates, bad_in_a_row=self.state.bad_in_a_row)
+        kind = StepGraphs if uses_graphs else Steps
+        self.steps = kind(self._run_pass, self.model, self.optimizer, training, before)
 
     def _set_micro_batch(self, objective: Objective, graphs: bool) -> None:
         """Set the micro-batch to the configured size.
@@ -259,8 +259,6 @@ class Trainer:
             self.optimizer.set_rate(rate)
             divisors = self._count_targets(batch)
             terms, norm, flops = self._step(batch, divisors)
-            if self.graphs is None:
-                self._update(norm)
             state.step = step
             state.tokens += training.batch * self.run.model.context
             self.reporter.tick(step)
@@ -271,11 +269,10 @@ class Trainer:
             is_recorded = is_last or step % training.log_every == 0
             validates = is_last or step % training.validate_every == 0
             saves = is_last or step % training.save_every == 0
-            if self.graphs is not None:
-                needs_counts = is_recorded or validates or saves or is_stopping or step == first_step
-                # The step after a bad one would be taken for another bad one.
-                if needs_counts or state.bad_in_a_row > 0:
-                    step = self._read_counts(first_step)
+            needs_counts = is_recorded or validates or saves or is_stopping or step == first_step
+            # After a bad step read them again, or the next step would be taken for another bad one.
+            if needs_counts or state.bad_in_a_row > 0 or not self.steps.is_queued:
+                step = self._read_counts(first_step)
             meter.add(flops)  # after the wait for the GPU, which is training
             is_recorded = is_recorded or state.bad_in_a_row > 0
             if is_recorded or step == first_step:  # without a record, so that the user sees at once how it goes
@@ -308,23 +305,17 @@ class Trainer:
                 return
 
     def _step(self, batch: StepBatch, divisors: list[float]) -> tuple[Tensor, Tensor, float]:
-        """Compute and clip gradients; return loss terms [3, E] (`Losses`), the norm before clipping, and all ranks'
-        FLOPs. E counts the objective's entries. With graphs, the weights are updated as well."""
+        """Run a step; return loss terms [3, E] (`Losses`) of the objective's E entries, the norm of the gradients
+        before clipping, and all ranks' FLOPs."""
         run, device, cost = self.run, self.ranks.device, self.model.cost
         terms = torch.zeros(3, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
         for number, (micro_batch, packed, rows) in enumerate(batch):
             with self.parallel.micro_batch(last=number == len(batch) - 1):
-                if self.graphs is None:
-                    terms += self._run_pass(rows.to(device), packed.to(device), divisors)
-                else:
-                    terms += self.graphs.backward(rows, packed, divisors)
+                terms += self.steps.backward(rows, packed, divisors)
             flops += run.model.context * micro_batch.training_flops(cost)
         self.parallel.before_update()
-        if self.graphs is not None:
-            return terms, self.graphs.update(), flops
-        norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.training.clip))
-        return terms, norm, flops * self.ranks.world
+        return terms, self.steps.update(), flops * self.ranks.world
 
     def _run_pass(self, rows: Batch, packed: PackedRows, divisors: list[float]) -> Tensor:
         """Add the gradients of a micro-batch; return its loss terms [3, E]."""
@@ -365,23 +356,9 @@ class Trainer:
             consistency += distances[number] / divisors[number]
         return {**values, "consistency": consistency}
 
-    def _update(self, norm: Tensor) -> None:
-        """Update the weights, or skip the update if the gradient is not finite.
-
-        Every rank has the same norm, so all ranks decide alike. Otherwise their weights would drift apart.
-        """
-        if torch.isfinite(norm):
-            self.optimizer.step()
-            self.state.updates += 1
-            self.state.bad_in_a_row = 0
-        else:
-            self.state.bad_in_a_row += 1
-        self.optimizer.zero_grad()
-
     def _read_counts(self, first_step: int) -> int:
-        """Take over the counts of the graphs, and return the last step that they counted."""
-        assert self.graphs is not None
-        steps, self.state.updates, self.state.bad_in_a_row = self.graphs.read_counts()
+        """Take over the counts of the steps, and return the last step that was counted."""
+        steps, self.state.updates, self.state.bad_in_a_row = self.steps.read_counts()
         self.state.step = first_step - 1 + steps
         return self.state.step
 
