@@ -4,7 +4,7 @@
 
 DATA is a folder of `loopformer prepare`. Unlike in `loopformer bench train`, a step has everything that it has in a
 run: the loader, clipping and the optimizer. A case is a short run of a preset. Its speed is the median of the log
-records of its last half, when all entries of the objective are active and all graphs are recorded. The cases take
+records of its last half, when all entries of the objective are active and most passes are recorded. The cases take
 turns, `--rounds` times, and `ratio` compares a case with the first case of the same model and round. The last line
 is JSON.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from publish import publish
 
-from loopformer.benchmark.machine import describe
+from loopformer.benchmark.machine import describe, free_memory, reset_peak
 from loopformer.device import choose_device
 from loopformer.training.launch import launch, plan
 from loopformer.training.reporting import read_metrics
@@ -61,6 +61,9 @@ def measure(name: str, data: Path, folder: Path) -> dict[str, float]:
     """Speed, MFU and peak memory of a run of this case."""
     settings = {**EACH, "data.path": data, **CASES[name]}
     overrides = [f"{key}={value}" for key, value in settings.items()]
+    device = choose_device("auto")
+    free_memory(device)  # of the case before
+    reset_peak(device)
     launch("elastic", overrides, folder / "run", quiet=True)
     records = [record for record in read_metrics(folder / "run") if record["kind"] == "train"]
     later = records[len(records) // 2 :]

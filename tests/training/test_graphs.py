@@ -21,7 +21,7 @@ from loopformer.training.reporting import read_metrics
 from loopformer.training.steps import StepCounts
 from loopformer.training.trainer import Trainer, can_use_graphs
 
-from .runs import Small
+from .runs import Small, go_back
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 OBJECTIVE = """objective.trajectories=[
@@ -163,6 +163,69 @@ def test_a_bad_step_is_counted_once_and_later_steps_are_not_logged(
 
 
 @pytest.mark.usefixtures("without_gpu")
+def test_a_run_that_had_to_end_is_logged_at_that_step_or_not_at_all(
+    mixture: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that were queued after it have other losses and rates. The run resumes."""
+    run_pass, bad = Trainer._run_pass, {5, 6}
+
+    def sometimes(self: Trainer, *arguments: Any) -> Tensor:
+        terms = run_pass(self, *arguments)
+        if self.state.step + 1 in bad:
+            torch.nn.init.constant_(self.model.tokens.weight.grad, torch.nan)  # type: ignore[arg-type]
+        return terms
+
+    monkeypatch.setattr(Trainer, "_run_pass", sometimes)
+    settings = partial(
+        mixture,
+        training__graphs=True,
+        training__bad_steps=2,
+        training__save_every=4,
+        training__validate_every=12,
+    )
+    for log_every, logged in ((3, [3, 6]), (11, [])):
+        run = tmp_path / str(log_every)
+        with pytest.raises(LoopformerError, match="at step 6;"):
+            launch("demo", settings(training__log_every=log_every), run, quiet=True)
+        assert [record["step"] for record in read_metrics(run) if record["kind"] == "train"] == logged
+    bad.clear()
+    assert launch(None, [], run, resume=True, quiet=True)["finished"]
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_a_resumed_run_may_have_fewer_bad_steps(
+    mixture: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_pass = Trainer._run_pass
+
+    def bad_until_step_5(self: Trainer, *arguments: Any) -> Tensor:
+        terms = run_pass(self, *arguments)
+        if 4 <= self.state.step + 1 <= 5:
+            torch.nn.init.constant_(self.model.tokens.weight.grad, torch.nan)  # type: ignore[arg-type]
+        return terms
+
+    monkeypatch.setattr(Trainer, "_run_pass", bad_until_step_5)
+    launch("demo", mixture(training__graphs=True, training__keep=9), tmp_path / "run", quiet=True)
+    go_back(tmp_path / "run", 5)
+    assert launch(None, ["training.bad_steps=2"], tmp_path / "run", resume=True, quiet=True)["finished"]
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_only_what_comes_back_in_a_later_step_is_recorded(
+    mixture: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    settings = mixture(training__graphs=True, training__steps=2, training__micro_batch=4)  # two to a step
+    launch("demo", [*settings, "objective.trajectories=[{budget: full}]"], tmp_path / "two", quiet=True)
+    assert LaunchedAgain.recorded == 2  # in the second step, and the update
+    LaunchedAgain.recorded = 0
+    changing = (
+        "objective.trajectories=[{budget: full, active_range: [0, 0.5]}, {budget: 1, active_range: [0.5, 1]}]"
+    )
+    launch("demo", [*settings, changing], tmp_path / "each", quiet=True)
+    assert LaunchedAgain.recorded == 1  # the update
+
+
+@pytest.mark.usefixtures("without_gpu")
 def test_waiting_for_the_gpu_counts_as_training_time(
     mixture: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,9 +245,10 @@ def test_waiting_for_the_gpu_counts_as_training_time(
 
 
 def test_graphs_are_for_a_single_gpu_and_what_cannot_be_is_said() -> None:
-    def graphs_on(device: str, world: int, setting: str) -> tuple[bool, list[str]]:
+    def graphs_on(device: str, world: int, setting: str, *more: str) -> tuple[bool, list[str]]:
         said: list[str] = []
-        run, ranks = load_run("demo", [f"training.graphs={setting}"])[0], Ranks(0, world, torch.device(device))
+        run = load_run("demo", [f"training.graphs={setting}", *more])[0]
+        ranks = Ranks(0, world, torch.device(device))
         return can_use_graphs(run, ranks, said.append), said
 
     reason = "training.graphs needs a single GPU, not 2 ranks"
@@ -193,6 +257,10 @@ def test_graphs_are_for_a_single_gpu_and_what_cannot_be_is_said() -> None:
     assert graphs_on("cuda", 2, "auto") == (False, [f"training without CUDA graphs: {reason}"])
     with pytest.raises(LoopformerError, match=rf"^{reason}; set it to auto\.$"):
         graphs_on("cuda", 2, "true")
+    for more in ("data.documents=true", "objective.trajectory_groups=2"):  # little comes back, for twice the memory
+        uses, said = graphs_on("cuda", 1, "auto", more)
+        assert (uses, len(said)) == (False, 1)
+        assert graphs_on("cuda", 1, "true", more) == (True, [])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

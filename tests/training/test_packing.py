@@ -25,15 +25,15 @@ def test_every_row_of_every_entry_is_in_the_pass_once(entries: list[dict[int, in
     assert shape.has_padding == (loops > longest)
     assert list(shape.active) == sorted(shape.active, reverse=True)
     assert len(shape.active) == max(loops, longest)
-    budgets = [sum(count > number for count in shape.active) for number in range(len(packed.rows))]
-    states, targets = iter(packed.states.tolist()), iter(packed.targets.tolist())
+    budgets = [sum(count > number for count in shape.active) for number in range(len(packed.input_rows))]
+    states, targets = iter(packed.loss_rows.tolist()), iter(packed.target_rows.tolist())
     found: list[tuple[int, int, int]] = []
     for indices, count in shape.groups:
         rows = [next(targets) for _ in range(count)]
         for index in indices:
             for row in rows:
                 position = next(states)
-                assert packed.rows[position] == row
+                assert packed.input_rows[position] == row
                 found.append((index, row, budgets[position]))
     assert sorted(found) == sorted(
         (i, row, budget) for i, entry in enumerate(entries) for row, budget in entry.items()
@@ -43,7 +43,7 @@ def test_every_row_of_every_entry_is_in_the_pass_once(entries: list[dict[int, in
 def test_scalars_are_those_of_each_row_in_each_loop() -> None:
     packed = pack_rows(CONFIG, [{0: Trajectory.parse("3-1"), 1: Trajectory.uniform(1)}])
     expected = [[0.0, 2.25, 0.0], [0.0, 3.0, 0.0], [2.25, 0.75, 1.0]]  # time and step times the scale, index
-    assert packed.rows.tolist() == [0, 1]
+    assert packed.input_rows.tolist() == [0, 1]
     assert packed.scalars.tolist() == expected
 
 
@@ -51,10 +51,10 @@ def test_exits_are_taken_loop_by_loop_and_scored_entry_by_entry() -> None:
     full = dict.fromkeys(range(3), Trajectory.uniform(4))
     packed = pack_rows(CONFIG, [full, {1: Trajectory.uniform(3)}], [{0: 3, 1: 1, 2: 3}, {1: 2}])
     assert packed.shape.exiting == (1, 1, 2, 0)
-    assert packed.exit_states.tolist() == [1, 3, 0, 2]  # in the pass, the three full rows lie before the other one
+    assert packed.exit_rows.tolist() == [1, 3, 0, 2]  # in the pass, the three full rows lie before the other one
     assert packed.shape.exits == ((0, 3), (1, 1))
     assert packed.exit_order.tolist() == [0, 2, 3, 1]
-    assert packed.exit_targets.tolist() == [1, 0, 2, 1]
+    assert packed.exit_target_rows.tolist() == [1, 0, 2, 1]
 
 
 def test_all_steps_with_a_draw_for_each_row_have_one_shape() -> None:
@@ -83,4 +83,6 @@ def test_all_steps_with_a_draw_for_each_row_have_one_shape() -> None:
 
 def test_it_moves_as_a_whole() -> None:
     packed = pack_rows(CONFIG, [{0: Trajectory.uniform(2)}]).to(torch.device("meta"))
-    assert {packed.rows.device.type, packed.scalars.device.type, packed.exit_targets.device.type} == {"meta"}
+    assert {packed.input_rows.device.type, packed.scalars.device.type, packed.exit_target_rows.device.type} == {
+        "meta"
+    }

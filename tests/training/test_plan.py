@@ -2,6 +2,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -416,7 +417,7 @@ def test_a_batch_of_any_size_is_planned_at_once() -> None:
 
 def test_a_plan_adds_up() -> None:
     run = RunConfig(ModelConfig(), training=TrainingConfig(batch=12, steps=50))
-    plan = make_plan(run, 1000, torch.device("cpu"), micro_batch=4, world=3, fused=False)
+    plan = make_plan(run, 1000, torch.device("cpu"), micro_batch=4, world=3, fused=False, graphs=False)
     cost = Cost(run.model)
     assert plan["parameters"] == cost.parameters.total
     assert plan["parameters_without_embeddings"] == cost.parameters.without_embeddings
@@ -424,9 +425,11 @@ def test_a_plan_adds_up() -> None:
     assert plan["epochs"] == plan["tokens"] / 1000
     assert plan["training_gflops_per_token"] == pytest.approx(cost.training_flops(budgets=[8, 4]) / 1e9)
     assert plan["total_flops"] == pytest.approx(cost.training_flops(budgets=[8, 4]) * plan["tokens"])
-    assert plan["memory_gib_per_device"] == memory_bytes(run, 4, 3, False) / 2**30
+    assert plan["memory_gib_per_device"] == memory_bytes(run, 4, 3, fused=False, graphs=False) / 2**30
     assert plan["hours"] * 3600 * 3 * plan["device_tflops"] * 1e12 == pytest.approx(plan["total_flops"])
-    assert make_plan(run, 0, torch.device("cpu"), micro_batch=4, world=3, fused=False)["epochs"] is None
+    assert (
+        make_plan(run, 0, torch.device("cpu"), micro_batch=4, world=3, fused=False, graphs=False)["epochs"] is None
+    )
 
 
 def test_flops_are_those_of_the_rows_that_train() -> None:
@@ -473,19 +476,27 @@ def test_memory_is_that_of_the_weights_and_of_the_tokens(
         tokens = micro_batch * config.context
         head = 3 * 4 * rows * 2 * min(tokens, run.objective.chunk) + 4 * rows * width
         expected = 16 * Cost(config).parameters.total + tokens * token + head
-        assert memory_bytes(run, micro_batch, 1, fused) == expected
-        assert memory_bytes(run, micro_batch, 4, fused) == expected  # every device has all weights
+        assert memory_bytes(run, micro_batch, 1, fused=fused, graphs=False) == expected
+        assert (
+            memory_bytes(run, micro_batch, 4, fused=fused, graphs=False) == expected
+        )  # every device has all weights
 
 
-def test_micro_batches_divide_the_rows_of_a_rank() -> None:
+def test_micro_batches_divide_the_rows_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(24, ObjectiveConfig(trajectory_groups=2))
     assert micro_batch_sizes(run, 1) == [24, 12, 8, 6, 4, 3, 2, 1]
     assert micro_batch_sizes(run, 3) == [8, 4, 2, 1]
     sharded = run_of(24, ObjectiveConfig(trajectory_groups=2), is_sharded=True)
-    needed = {size: memory_bytes(run, size, 1, False) for size in micro_batch_sizes(run, 1)}
-    for size, memory in needed.items():
-        assert estimated_micro_batch(run, memory * 1.001, 1, False) == size
-    assert estimated_micro_batch(run, needed[2], 1, False) == 1
-    assert estimated_micro_batch(run, 0, 1, False) == 1
+    needed = partial(memory_bytes, fused=False, graphs=False)
+
+    def estimated(usable: float, kind: str, share: float) -> int:
+        monkeypatch.setattr("loopformer.training.plan.available_bytes", lambda device: usable / share)
+        return estimated_micro_batch(run, torch.device(kind), 1, fused=False, graphs=False)
+
+    for kind, share in (("cpu", 0.6), ("cuda", 0.9)):
+        for size in micro_batch_sizes(run, 1):
+            assert estimated(needed(run, size, 1) * 1.001, kind, share) == size
+        assert estimated(needed(run, 2, 1) * 0.999, kind, share) == 1
+        assert estimated(0, kind, share) == 1
     states = Cost(run.model).parameters.total
-    assert memory_bytes(run, 1, 4, False) - memory_bytes(sharded, 1, 4, False) == pytest.approx(states * 12 * 3 / 4)
+    assert needed(run, 1, 4) - needed(sharded, 1, 4) == pytest.approx(states * 12 * 3 / 4)

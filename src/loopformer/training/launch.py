@@ -35,7 +35,6 @@ from loopformer.data.shards import INDEX_FILE, TokenData, is_prepared
 from loopformer.data.splits import SPLITS
 from loopformer.data.states import Group, open_data
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.device import available_bytes
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import explain_write_errors, lock_folder, read_yaml
 from loopformer.loading import find_config
@@ -122,9 +121,9 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     fused, graphs = fused_precision(run, ranks) is not None, can_use_graphs(run, ranks)
     micro = run.training.micro_batch
     if micro == "auto":
-        micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused, graphs)
+        micro = estimated_micro_batch(run, ranks.device, ranks.world, fused=fused, graphs=graphs)
     check_ranks(run, ranks.world)
-    estimate = make_plan(run, tokens, ranks.device, micro, ranks.world, fused, graphs)
+    estimate = make_plan(run, tokens, ranks.device, micro, ranks.world, fused=fused, graphs=graphs)
     ranks.close()
     return {"plan": estimate, "settings": run_to_mapping(run), "data_missing": missing}
 
@@ -249,6 +248,7 @@ def _out_of_memory_advice() -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
             raise RunFailed(
                 "The device ran out of memory; lower training.micro_batch (or set it to auto), set "
-                "training.checkpoint_loops=true, or lower objective.chunk, then --resume: checkpoints are safe."
+                "training.graphs=false or training.checkpoint_loops=true, or lower objective.chunk, then --resume: "
+                "checkpoints are safe."
             ) from error
         raise

@@ -100,9 +100,11 @@ class Objective(nn.Module):
         # The padding row is part of the total, so that backward runs its loops, too.
         total = 0.0 * hidden[0].sum() if shape.has_padding else hidden.new_zeros((), dtype=torch.float32)
         terms = torch.zeros(3, len(divisors), dtype=torch.float32, device=inputs.device)
-        ordered = hidden if shape.in_order else hidden.index_select(0, packed.states)
+        ordered = hidden if shape.in_order else hidden.index_select(0, packed.loss_rows)
         states = iter(ordered.split_with_sizes([rows for indices, rows in shape.groups for _ in indices]))
-        group_targets = targets.index_select(0, packed.targets).split_with_sizes([rows for _, rows in shape.groups])
+        group_targets = targets.index_select(0, packed.target_rows).split_with_sizes(
+            [rows for _, rows in shape.groups]
+        )
         for (indices, _), of_group in zip(shape.groups, group_targets, strict=True):
             losses = self._losses([next(states) for _ in indices], of_group, indices, divisors)
             total = total + losses.total
@@ -111,7 +113,7 @@ class Objective(nn.Module):
         if exits is not None:
             counts = [count for _, count in shape.exits]
             by_entry = exits.index_select(0, packed.exit_order).split_with_sizes(counts)
-            exit_targets = targets.index_select(0, packed.exit_targets).split_with_sizes(counts)
+            exit_targets = targets.index_select(0, packed.exit_target_rows).split_with_sizes(counts)
             for (index, _), state, of_entry in zip(shape.exits, by_entry, exit_targets, strict=True):
                 losses = self._exit_losses(state, of_entry, index, divisors)
                 total = total + losses.total
@@ -123,12 +125,12 @@ class Objective(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The states after the last loops [R, T, D] and after the exits [E, T, D], both after the final norm."""
         model, shape = self.model, packed.shape
-        packed_documents = None if documents is None else documents.index_select(0, packed.rows)
-        x, rotary, mask, start = model.embed(inputs.index_select(0, packed.rows), packed_documents)
+        packed_documents = None if documents is None else documents.index_select(0, packed.input_rows)
+        x, rotary, mask, start = model.embed(inputs.index_select(0, packed.input_rows), packed_documents)
         table = Condition() if model.conditioner is None else model.conditioner(packed.scalars)
         plan = LoopPlan(list(shape.active), table.split(shape.active), order=None)
         stack, early = self._stack() or model.stack, list[Tensor]()
-        exiting = packed.exit_states.split_with_sizes(list(shape.exiting))
+        exiting = packed.exit_rows.split_with_sizes(list(shape.exiting))
 
         def step(number: int, *loop_inputs: Any) -> Tensor:
             state: Tensor = stack(*loop_inputs)
@@ -145,7 +147,7 @@ class Objective(nn.Module):
         """The losses of rows that train on the same entries: their states [b, T, D], one for each of `indices`."""
         entries = [self.config.trajectories[index] for index in indices]
         kind = self.config.consistency
-        teacher = next((number for number, entry in enumerate(entries) if entry.budget == "full"), None)
+        teacher = next((position for position, entry in enumerate(entries) if entry.budget == "full"), None)
         match = None if teacher is None or kind == "hidden" else Match(kind, teacher)
         matches = [entry.match / divisors[index] for entry, index in zip(entries, indices, strict=True)]
         weights = [
@@ -157,11 +159,11 @@ class Objective(nn.Module):
         if teacher is None or kind != "hidden":
             return losses
         total, terms = losses.total, losses.terms
-        for number, (state, weight) in enumerate(zip(states, matches, strict=True)):
+        for position, (state, weight) in enumerate(zip(states, matches, strict=True)):
             if weight:
                 per_token = (state - states[teacher].detach()).float().square().mean(-1)  # [b, T]
                 distance = (per_token * (targets != IGNORE_INDEX)).sum()
-                total, terms[1, number] = total + weight * distance, distance.detach()
+                total, terms[1, position] = total + weight * distance, distance.detach()
         return Losses(total, terms)
 
     def _exit_losses(self, states: Tensor, targets: Tensor, index: int, divisors: Sequence[float]) -> Losses:

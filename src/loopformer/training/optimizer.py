@@ -56,29 +56,29 @@ class ModelOptimizer:
 
     def _set_rate(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
         for group in optimizer.param_groups:
-            if self.capturable and isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # in place, because a graph reads it
-            elif self.capturable:
-                group["lr"] = torch.tensor(rate, dtype=torch.float32, device=group["params"][0].device)
-            else:
+            if not self.capturable:
                 group["lr"] = rate
+                continue
+            if not isinstance(group["lr"], Tensor):
+                group["lr"] = torch.zeros((), device=group["params"][0].device)
+            group["lr"].fill_(rate)  # in place: a graph reads this memory, and would miss another tensor
 
-    def step(self, is_finite: Tensor | None = None) -> None:
+    def step(self, applies: Tensor | None = None) -> None:
         """Update every parameter, with a zero gradient if it has none.
 
-        AdamW counts steps per parameter, and a checkpoint stores a single count for all. If `is_finite` is false on
+        AdamW counts steps per parameter, and a checkpoint stores a single count for all. If `applies` is false on
         the device, nothing changes; this needs `fused`.
         """
-        if is_finite is not None:
+        if applies is not None:
             # The interface of gradient scalers, with which fused AdamW skips a step.
-            self.adamw.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+            self.adamw.found_inf = (~applies).float()  # type: ignore[attr-defined]
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         self.adamw.step()
         if self.muon is not None:
-            self.muon.step(is_finite=is_finite)
+            self.muon.step(applies=applies)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.adamw.zero_grad(set_to_none)
@@ -124,12 +124,12 @@ class BlockMuon(torch.optim.Muon):
         self.parts = parts
 
     @torch.no_grad()
-    def step(self, closure: Any = None, is_finite: Tensor | None = None) -> None:  # type: ignore[override]
-        """Update all matrices, or none if `is_finite` is false on the device."""
+    def step(self, closure: Any = None, applies: Tensor | None = None) -> None:  # type: ignore[override]
+        """Update all matrices, or none if `applies` is false on the device."""
         for group in self.param_groups:
-            rate = group["lr"] if is_finite is None else group["lr"] * is_finite
+            rate = group["lr"] if applies is None else group["lr"] * applies
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            updates = [self._update(parameter, group["momentum"], is_finite) for parameter in parameters]
+            updates = [self._update(parameter, group["momentum"], applies) for parameter in parameters]
             matrices = [
                 update.chunk(self.parts[parameter]) for parameter, update in zip(parameters, updates, strict=True)
             ]
@@ -144,14 +144,14 @@ class BlockMuon(torch.optim.Muon):
                 parameter.mul_(1 - rate * group["weight_decay"])
                 parameter.sub_(update.float() * (rate * math.sqrt(max(1.0, rows / columns))))
 
-    def _update(self, parameter: Tensor, momentum: float, is_finite: Tensor | None) -> Tensor:
+    def _update(self, parameter: Tensor, momentum: float, applies: Tensor | None) -> Tensor:
         """The full gradient with Nesterov momentum, in bf16."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(gradient)
-        if is_finite is not None:  # otherwise the momentum and the update would not be finite either
-            gradient = torch.where(is_finite, gradient, state[MOMENTUM])
+        if applies is not None:  # otherwise the momentum and the update would not be finite either
+            gradient = torch.where(applies, gradient, state[MOMENTUM])
         state[MOMENTUM].lerp_(gradient, 1 - momentum)
         return full_tensor(gradient.lerp(state[MOMENTUM], momentum).bfloat16())
 

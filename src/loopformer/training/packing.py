@@ -32,22 +32,22 @@ class PackedShape(NamedTuple):
     exiting: tuple[int, ...]  # rows that exit after each loop
     groups: tuple[tuple[tuple[int, ...], int], ...]  # rows that train on the same entries: which, how many rows
     exits: tuple[tuple[int, int], ...]  # entries with exits: which, how many rows
-    in_order: bool  # the rows of the pass lie group by group
+    in_order: bool  # `loss_rows` counts 0, 1, 2, …: the states need no copy
     has_padding: bool  # the first row has no loss
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The rows of a pass. R counts them, G those with a loss, E the exits, N the loops of all rows."""
+    """What packs a micro-batch: R rows in the pass, G of them with a loss, E exits, N loops of all rows."""
 
     shape: PackedShape
-    rows: Tensor  # [R], the row of the micro-batch
+    input_rows: Tensor  # [R] → row of the micro-batch
     scalars: Tensor  # [N, 3], what conditions each loop (`loop_scalars`): loop 1 of all rows, loop 2, …
-    states: Tensor  # [G], the rows of the pass group by group; in a group entry by entry
-    targets: Tensor  # the rows of the micro-batch with their targets, group by group
-    exit_states: Tensor  # [E], the rows of the pass that exit, loop by loop
-    exit_order: Tensor  # [E], which of these, entry by entry
-    exit_targets: Tensor  # [E], the rows of the micro-batch with their targets, entry by entry
+    loss_rows: Tensor  # [G] → row of the pass, group by group; in a group entry by entry
+    target_rows: Tensor  # → row of the micro-batch, group by group
+    exit_rows: Tensor  # [E] → row of the pass, loop by loop
+    exit_order: Tensor  # [E] → position in `exit_rows`, entry by entry
+    exit_target_rows: Tensor  # [E] → row of the micro-batch, entry by entry
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -75,14 +75,14 @@ def pack_rows(
     loops          run at least so many loops, because another rank does; a padding row takes them
     """
     # The longest first, and among equals entry by entry.
-    packed = sorted(
+    sort_keys = sorted(
         (-each.budget, index, row) for index, entry in enumerate(trajectories) for row, each in entry.items()
     )
-    order = [trajectories[index][row] for _, index, row in packed]
-    rows = [row for _, _, row in packed]
+    order = [trajectories[index][row] for _, index, row in sort_keys]
+    input_rows = [row for _, _, row in sort_keys]
     if has_padding := order[0].budget < loops:
-        order, rows = [Trajectory.uniform(loops), *order], [0, *rows]
-    position = {(index, row): number for number, (_, index, row) in enumerate(packed, start=int(has_padding))}
+        order, input_rows = [Trajectory.uniform(loops), *order], [0, *input_rows]
+    position = {(index, row): number for number, (_, index, row) in enumerate(sort_keys, start=int(has_padding))}
     loop_numbers = range(order[0].budget)
 
     entries_of: dict[int, tuple[int, ...]] = {}
@@ -94,11 +94,11 @@ def pack_rows(
     groups: dict[tuple[int, ...], list[int]] = {}
     for indices, row in sorted((indices, row) for row, indices in entries_of.items()):
         groups.setdefault(indices, []).append(row)
-    states = [position[index, row] for indices, group in groups.items() for index in indices for row in group]
+    loss_rows = [position[index, row] for indices, group in groups.items() for index in indices for row in group]
 
-    exit_rows = sorted((loop, index, row) for index, entry in enumerate(exits) for row, loop in entry.items())
-    exit_order = sorted(range(len(exit_rows)), key=lambda number: exit_rows[number][1])
-    exiting = Counter(loop for loop, _, _ in exit_rows)
+    exits_by_loop = sorted((loop, index, row) for index, entry in enumerate(exits) for row, loop in entry.items())
+    exit_order = sorted(range(len(exits_by_loop)), key=lambda number: exits_by_loop[number][1])
+    exiting = Counter(loop for loop, _, _ in exits_by_loop)
 
     scalars = [loop_scalars(trajectory, config.time_scale) for trajectory in order]
     by_loop = [[each[number] for each in scalars if number < len(each)] for number in loop_numbers]
@@ -107,16 +107,16 @@ def pack_rows(
         exiting=tuple(exiting[number + 1] for number in loop_numbers),
         groups=tuple((indices, len(group)) for indices, group in groups.items()),
         exits=tuple((index, len(entry)) for index, entry in enumerate(exits) if entry),
-        in_order=states == list(range(len(rows))),
+        in_order=loss_rows == list(range(len(input_rows))),
         has_padding=has_padding,
     )
     return PackedRows(
         shape,
-        rows=torch.tensor(rows),
-        scalars=torch.tensor([loop for loops in by_loop for loop in loops]),
-        states=torch.tensor(states),
-        targets=torch.tensor([row for group in groups.values() for row in group]),
-        exit_states=torch.tensor([position[index, row] for _, index, row in exit_rows], dtype=torch.int64),
+        input_rows=torch.tensor(input_rows),
+        scalars=torch.tensor([scalar for each in by_loop for scalar in each]),
+        loss_rows=torch.tensor(loss_rows),
+        target_rows=torch.tensor([row for group in groups.values() for row in group]),
+        exit_rows=torch.tensor([position[index, row] for _, index, row in exits_by_loop], dtype=torch.int64),
         exit_order=torch.tensor(exit_order, dtype=torch.int64),
-        exit_targets=torch.tensor([exit_rows[number][2] for number in exit_order], dtype=torch.int64),
+        exit_target_rows=torch.tensor([exits_by_loop[number][2] for number in exit_order], dtype=torch.int64),
     )

@@ -19,14 +19,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
 
 from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.config.run import TrainedTrajectory
-from loopformer.device import device_name, peak_flops
+from loopformer.device import available_bytes, device_name, peak_flops
 from loopformer.errors import LoopformerError
 from loopformer.model.cost import Cost
 from loopformer.training.fused.passes import FP8_LOOPS_PER_GRADIENT
@@ -35,6 +35,7 @@ from loopformer.trajectory import Trajectory
 T = TypeVar("T")
 GPU_PEAK_SHARE = 0.4  # the share of peak FLOP/s that training commonly reaches
 CPU_PEAK_SHARE = 0.5  # the same, relative to the speed of large matmuls
+USABLE_MEMORY = {"cuda": 0.9}  # the share of the free memory that an estimate may fill; elsewhere 0.6
 
 
 RowTrajectories = dict[int, Trajectory]  # the trajectory of each row that trains on an entry, in ascending order
@@ -280,8 +281,9 @@ def make_plan(
     device: torch.device,
     micro_batch: int,
     world: int,
+    *,
     fused: bool,
-    graphs: bool = False,
+    graphs: bool,
 ) -> dict[str, Any]:
     """The estimate for a run on `world` devices like this one. Epochs and hours are None if unknown."""
     cost, training = Cost(run.model), run.training
@@ -297,7 +299,7 @@ def make_plan(
         "training_gflops_per_token": per_token / 1e9,
         "total_flops": per_token * tokens,
         "micro_batch": micro_batch,
-        "memory_gib_per_device": memory_bytes(run, micro_batch, world, fused, graphs) / 2**30,
+        "memory_gib_per_device": memory_bytes(run, micro_batch, world, fused=fused, graphs=graphs) / 2**30,
         "device": device_name(device),
         "device_tflops": None if rate is None else rate / 1e12,
         "hours": None if rate is None else per_token * tokens / (rate * world) / 3600,
@@ -316,7 +318,7 @@ def training_flops_per_token(run: RunConfig) -> float:
     return flops
 
 
-def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool, graphs: bool = False) -> float:
+def memory_bytes(run: RunConfig, micro_batch: int, world: int, *, fused: bool, graphs: bool) -> float:
     """The memory of a device: weights, gradients and two moments in fp32, and activations of one micro-batch."""
     config, training = run.model, run.training
     shards = world if training.is_sharded else 1
@@ -340,7 +342,8 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool, grap
         per_token = loops * config.blocks * per_block
     chunk = min(run.objective.chunk, micro_batch * config.context)
     head = chunk * config.vocab_rows * 4 * 3 * len(active) + config.vocab_rows * config.width * 4
-    passes = 2 if graphs else 1  # one that is recorded, and one that runs call by call
+    # Graphs never give back the memory of their largest pass, and a pass without a graph needs its own beside it.
+    passes = 2 if graphs else 1
     return states + passes * (micro_batch * config.context * per_token + head)
 
 
@@ -351,10 +354,11 @@ def micro_batch_sizes(run: RunConfig, world: int) -> list[int]:
     return sorted({*small, *(rows // divisor for divisor in small)}, reverse=True)
 
 
-def estimated_micro_batch(run: RunConfig, free: float, world: int, fused: bool, graphs: bool = False) -> int:
-    """The largest micro-batch that should fit into `free` bytes, or 1."""
-    sizes = micro_batch_sizes(run, world)
-    return next((size for size in sizes if memory_bytes(run, size, world, fused, graphs) < free), 1)
+def estimated_micro_batch(run: RunConfig, device: torch.device, world: int, *, fused: bool, graphs: bool) -> int:
+    """The largest micro-batch that should fit into the memory of a device, or 1."""
+    needed = partial(memory_bytes, run, world=world, fused=fused, graphs=graphs)
+    free = USABLE_MEMORY.get(device.type, 0.6) * available_bytes(device)
+    return next((size for size in micro_batch_sizes(run, world) if needed(size) < free), 1)
 
 
 def reachable_flops(device: torch.device) -> float | None:

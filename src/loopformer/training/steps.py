@@ -1,11 +1,11 @@
-"""A training step, call by call: the gradients of its micro-batches, then the update.
+"""A training step, run eagerly: the gradients of its micro-batches, then the update.
 
     steps = Steps(run_pass, model, optimizer, training, StepCounts())
     terms = steps.backward(batch, packed, divisors)     # once for each micro-batch
     norm = steps.update()                               # clip, update the weights, clear the gradients
     counts = steps.read_counts()
 
-graphs.py does the same as CUDA graphs.
+graphs.py replays the same as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ RunPass = Callable[[Batch, PackedRows, list[float]], Tensor]  # adds to the grad
 
 
 class StepCounts(NamedTuple):
-    """What is counted. A bad step is one whose gradient is not finite."""
+    """Counts of the whole run. A bad step is one whose gradient is not finite."""
 
-    steps: int = 0  # since `Steps` was made
-    updates: int = 0  # of the whole run
+    steps: int = 0
+    updates: int = 0
     bad_in_a_row: int = 0
 
 
 class Steps:
     """The training steps of a model."""
 
-    is_queued = False  # whether steps are queued on a device, so that reading counts waits for it
+    is_queued = False  # whether `update` returns before the device has finished, so that `read_counts` waits
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class Steps:
         model: LoopedLM,
         optimizer: ModelOptimizer,
         training: TrainingConfig,
-        before: StepCounts,
+        counts: StepCounts,
     ) -> None:
-        """`before` has the counts to begin with."""
+        """`counts` are those of the steps before."""
         self._run_pass, self._model, self._optimizer, self._training = run_pass, model, optimizer, training
-        self._device, self._counts = model.device, before
+        self._device, self._counts = model.device, counts
 
     def backward(self, batch: Batch, packed: PackedRows, divisors: list[float]) -> Tensor:
         """Add the gradients of a micro-batch; return its loss terms [3, E], valid until the next call."""

@@ -163,9 +163,11 @@ class Trainer:
         self.optimizer = ModelOptimizer(self.model, training, fused=on_gpu, capturable=uses_graphs)
         if checkpoint:
             restore_optimizer(self.model, self.optimizer, checkpoint, self.state.updates)
-        before = StepCounts(updates=self.state.updates, bad_in_a_row=self.state.bad_in_a_row)
+        # A run that ended after too many bad steps gets another one.
+        bad = min(self.state.bad_in_a_row, training.bad_steps - 1)
+        counts = StepCounts(self.state.step, self.state.updates, bad)
         kind = StepGraphs if uses_graphs else Steps
-        self.steps = kind(self._run_pass, self.model, self.optimizer, training, before)
+        self.steps = kind(self._run_pass, self.model, self.optimizer, training, counts)
 
     def _set_micro_batch(self, objective: Objective, graphs: bool) -> None:
         """Set the micro-batch to the configured size.
@@ -176,7 +178,9 @@ class Trainer:
         state, ranks, training = self.state, self.ranks, self.run.training
         device = device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
         fused, recompute = objective.fused is not None, training.checkpoint_loops
-        mode = f"{training.dtype} fused={fused} checkpoint_loops={recompute}" + " graphs=True" * graphs
+        mode = f"{training.dtype} fused={fused} checkpoint_loops={recompute}"
+        if graphs:  # left out otherwise, so that checkpoints from before graphs keep their micro-batch
+            mode += " graphs=True"
         setup = (ranks.world, device, mode)
         if isinstance(training.micro_batch, int):
             state.micro_batch = training.micro_batch
@@ -269,13 +273,17 @@ class Trainer:
             is_recorded = is_last or step % training.log_every == 0
             validates = is_last or step % training.validate_every == 0
             saves = is_last or step % training.save_every == 0
+            # Reading counts waits for queued steps, so do it only where the host needs them. After a bad step read
+            # them at every step, or the next good step would be taken for another bad one.
             needs_counts = is_recorded or validates or saves or is_stopping or step == first_step
-            # After a bad step read them again, or the next step would be taken for another bad one.
             if needs_counts or state.bad_in_a_row > 0 or not self.steps.is_queued:
-                step = self._read_counts(first_step)
+                state.step, state.updates, state.bad_in_a_row = self.steps.read_counts()
+            is_late = state.step < step  # the run had to end before: what was queued after that changed nothing
+            step = state.step
             meter.add(flops)  # after the wait for the GPU, which is training
-            is_recorded = is_recorded or state.bad_in_a_row > 0
-            if is_recorded or step == first_step:  # without a record, so that the user sees at once how it goes
+            is_recorded = (is_recorded or state.bad_in_a_row > 0) and not is_late
+            # The first step is shown but not recorded: the user sees at once how it goes.
+            if is_recorded or step == first_step:
                 values = {
                     **self._mean_losses(terms, divisors),
                     "gradient_norm": float(norm),
@@ -355,12 +363,6 @@ class Trainer:
                     values[f"exit_{name}"] = exit_loss / divisors[number]
             consistency += distances[number] / divisors[number]
         return {**values, "consistency": consistency}
-
-    def _read_counts(self, first_step: int) -> int:
-        """Take over the counts of the steps, and return the last step that was counted."""
-        steps, self.state.updates, self.state.bad_in_a_row = self.steps.read_counts()
-        self.state.step = first_step - 1 + steps
-        return self.state.step
 
     def _validate(self, step: int) -> bool:
         """Validate and record; return whether the loss of the largest trained budget is the lowest so far."""
@@ -473,15 +475,20 @@ def fused_precision(run: RunConfig, ranks: Ranks, say: Callable[[str], None] = l
 
 def can_use_graphs(run: RunConfig, ranks: Ranks, say: Callable[[str], None] = lambda _: None) -> bool:
     """Whether steps run as CUDA graphs. If a GPU run with training.graphs=auto cannot, `say` gets the reason."""
-    graphs, on_gpu, reason = run.training.graphs, ranks.device.type == "cuda", None
+    setting, on_gpu, world = run.training.graphs, ranks.device.type == "cuda", ranks.world
+    if setting is False or (setting == "auto" and not on_gpu):
+        return False
+    reason = None
     if not on_gpu:
         reason = f"training.graphs needs a CUDA GPU, not {ranks.device.type}"
-    elif ranks.world > 1:
-        reason = f"training.graphs needs a single GPU, not {ranks.world} ranks"
-    require(graphs is not True or reason is None, f"{reason}; set it to auto.")
-    if graphs == "auto" and on_gpu and reason is not None:
+    elif world > 1:
+        reason = f"training.graphs needs a single GPU, not {world} ranks"
+    elif setting == "auto" and (run.data.documents or run.objective.trajectory_groups > 1):
+        reason = "with data.documents or several trajectory_groups, passes differ from step to step"
+    if reason is not None:
+        require(setting == "auto", f"{reason}; set it to auto.")
         say(f"training without CUDA graphs: {reason}")
-    return graphs is not False and reason is None
+    return reason is None
 
 
 def choose_micro_batch(
@@ -490,11 +497,12 @@ def choose_micro_batch(
     """The largest micro-batch that fits in memory: measured on a GPU, estimated elsewhere."""
     sizes, fused = micro_batch_sizes(run, ranks.world), objective.fused is not None
     if ranks.device.type != "cuda":
-        chosen = estimated_micro_batch(run, 0.6 * available_bytes(ranks.device), ranks.world, fused, graphs)
+        chosen = estimated_micro_batch(run, ranks.device, ranks.world, fused=fused, graphs=graphs)
     else:
         # The estimate may be too high, so try sizes somewhat beyond it. Far beyond, a trial only costs time.
         limit = 1.5 * available_bytes(ranks.device)
-        candidates = (size for size in sizes if memory_bytes(run, size, ranks.world, fused, graphs) < limit)
+        needed = partial(memory_bytes, run, world=ranks.world, fused=fused, graphs=graphs)
+        candidates = (size for size in sizes if needed(size) < limit)
         chosen = next((size for size in candidates if _fits(run, objective, ranks.device, size, graphs)), 1)
     chosen = ranks.smallest(chosen)  # all ranks must split a step alike
     say(f"micro-batch {chosen}: {run.training.batch // (chosen * ranks.world)} per step on each device")
