@@ -12,6 +12,7 @@ ORDER = [
     "errors",
     "files",
     "device",
+    "cuda_graphs",
     "trajectory",
     "plots",
     "config",

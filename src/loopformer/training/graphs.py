@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from loopformer.config import TrainingConfig
+from loopformer.cuda_graphs import record
 from loopformer.data.loader import Batch
-from loopformer.inference.fused.graphs import record
 from loopformer.model import LoopedLM
 from loopformer.training.optimizer import ModelOptimizer
 from loopformer.training.packing import PackedRows

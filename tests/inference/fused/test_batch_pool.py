@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
+from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory, cuda_graphs
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.engine import generate
-from loopformer.inference.fused import batch_pool, graphs
+from loopformer.inference.fused import batch_pool, streams
 from loopformer.inference.fused.batch_pool import (
     MAX_IDLE_BATCHES,
     BatchPool,
@@ -88,8 +88,8 @@ def test_a_side_stream_belongs_to_its_own_device(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream(f"decode on {device}"))
-    monkeypatch.setattr(graphs, "_stream_of", lambda index, purpose: FakeStream(f"{purpose} on cuda:{index}"))
-    stream = graphs.SideStream("prompts", torch.device("cuda:1"))
+    monkeypatch.setattr(streams, "stream_of", lambda index, purpose: FakeStream(f"{purpose} on cuda:{index}"))
+    stream = streams.SideStream("prompts", torch.device("cuda:1"))
     stream.decode_waits()
     stream.wait_for_decode()
     assert waits == [("decode on cuda:1", "prompts on cuda:1"), ("prompts on cuda:1", "decode on cuda:1")]
@@ -101,13 +101,13 @@ def test_threads_get_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         return object()
 
     monkeypatch.setattr(torch.cuda, "Stream", slow_stream)
-    graphs._make_stream.cache_clear()
+    cuda_graphs._make_stream.cache_clear()
     try:
         with ThreadPoolExecutor(4) as threads:
-            streams = list(threads.map(lambda _: graphs._stream_of(0, "prompts"), range(4)))
+            found = list(threads.map(lambda _: cuda_graphs.stream_of(0, "prompts"), range(4)))
     finally:
-        graphs._make_stream.cache_clear()
-    assert len(set(map(id, streams))) == 1
+        cuda_graphs._make_stream.cache_clear()
+    assert len(set(map(id, found))) == 1
 
 
 def test_errors_say_what_fast_cannot_do(lm: LM) -> None:

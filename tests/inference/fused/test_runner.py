@@ -21,9 +21,9 @@ from ..models import spread
 pytest.importorskip("triton")
 from loopformer.inference.fused import launch, single_row
 from loopformer.inference.fused import runner as runner_module
-from loopformer.inference.fused.graphs import HostCopy
 from loopformer.inference.fused.launch import DecodeBatch
 from loopformer.inference.fused.runner import FusedRunner
+from loopformer.inference.fused.streams import HostCopy
 from loopformer.inference.kv_cache import page_bytes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -19,7 +19,7 @@ A slot is a sequence's index on the device. A row is its index within one launch
 so a launch over rows at different loops reads the weights once, and the cost is the number of loops, whatever the
 mix of budgets. Sequences come and go between loops. What differs between them lies on the device and is looked up
 there by slot and loop: modulations, the position of the token, and its pages. So a launch is recorded as one CUDA
-graph for each power of two of rows. Nothing here waits for the device. The streams are drawn in graphs.py.
+graph for each power of two of rows. Nothing here waits for the device. The streams are drawn in streams.py.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ import torch
 import triton
 from torch import Tensor
 
+from loopformer.cuda_graphs import record
 from loopformer.device import available_bytes, to_device_async
 from loopformer.errors import require
 from loopformer.inference.fused import kernels
-from loopformer.inference.fused.graphs import HostCopy, SideStream, record
 from loopformer.inference.fused.prefill import PromptGraphs
 from loopformer.inference.fused.single_row import SingleRow, allocate_scratch, launch_attention
+from loopformer.inference.fused.streams import HostCopy, SideStream
 from loopformer.inference.fused.weights import weights_by_rows
 from loopformer.inference.kv_cache import fingerprint, page_bytes
 from loopformer.inference.request import Draw

@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from loopformer.inference.fused.graphs import record
+from loopformer.cuda_graphs import record
 from loopformer.model.cache import KVCache, LoopPlan, SequenceKV
 from loopformer.model.conditioning import Condition
 from loopformer.model.looped import LoopedLM

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from loopformer.errors import LoopformerError
-from loopformer.inference.fused.graphs import HostCopy
 from loopformer.inference.fused.launch import DecodeBatch
+from loopformer.inference.fused.streams import HostCopy
 from loopformer.inference.kv_cache import NO_TICKET, BlockManager, KVBlock, page_bytes
 from loopformer.inference.request import Choice, Draw, Request
 from loopformer.inference.runner import PrefillOutput, PromptRunner, prefill

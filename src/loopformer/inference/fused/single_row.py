@@ -19,8 +19,8 @@ import triton
 from torch import Tensor
 
 from loopformer.config.model import ModelConfig
+from loopformer.cuda_graphs import record
 from loopformer.inference.fused import kernels
-from loopformer.inference.fused.graphs import record
 from loopformer.inference.fused.weights import Weights
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.looped import LoopedLM

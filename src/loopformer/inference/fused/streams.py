@@ -1,13 +1,9 @@
-"""CUDA graphs, the streams beside the decode stream, and copies to the host.
+"""The streams beside the decode stream, and copies to the host.
 
-graph = record(device, launch, state=[x])       # a CUDA graph of the kernels that `launch` launches
 prompts = SideStream("prompts", device)
 with prompts.after_decode(): ...                # runs beside the decode stream, after what is queued there so far
 prompts.decode_waits()                          # the decode stream waits for what is queued on the side stream
 copy = HostCopy(tokens)                         # copies while the device goes on; copy.has_arrived, copy.wait()
-
-A graph launches hundreds of kernels at once, because launching them one by one takes longer than they run. What
-differs from replay to replay lies in tensors on the device.
 
 Sequence A decodes alone while the prompt of B runs. Then both decode together. Time goes to the right, and a
 number is a wait:
@@ -36,19 +32,14 @@ Without CUDA, in Triton's interpreter, there are no streams: everything runs in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from loopformer.device import device_context
-
-RECORDING = Lock()  # capture streams are process-wide: capture one graph at a time
-STREAMS = Lock()  # otherwise two threads could get two streams for one purpose, and wait for the wrong one
+from loopformer.cuda_graphs import stream_of
 
 
 class SideStream:
@@ -94,7 +85,7 @@ class SideStream:
         if self._device.type != "cuda":
             return None
         # Not the current device: a batch on the second GPU goes back to its pool while the first may be current.
-        return _stream_of(self._device.index, self._purpose)
+        return stream_of(self._device.index, self._purpose)
 
 
 class HostCopy:
@@ -123,51 +114,3 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._tensor
-
-
-def _stream_of(device: int, purpose: str) -> torch.cuda.Stream:
-    """One stream for each purpose, because libraries allocate workspaces for each stream."""
-    with STREAMS:
-        return _make_stream(device, purpose)
-
-
-@lru_cache
-def _make_stream(device: int, purpose: str) -> torch.cuda.Stream:
-    make: Any = torch.cuda.Stream
-    stream: torch.cuda.Stream = make(device)
-    return stream
-
-
-def record(
-    device: torch.device,
-    launch: Callable[[], None],
-    state: Sequence[Tensor],
-    purpose: str = "decoding",
-    memory: Any = None,
-) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of launches, whose kernels are compiled by running them once.
-
-    `launch` runs once for real, and `state` is restored afterwards. Everything else that it writes must be memory
-    that nobody reads before the graph writes it again, such as the keys of a token that has not been run.
-
-    Graphs that may run at the same time need different purposes: a graph uses the library workspaces of the stream
-    it was recorded on. Graphs that never run at the same time may share their `memory`, a graph pool handle.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with RECORDING, device_context(device):
-        before = [tensor.clone() for tensor in state]
-        index = torch.cuda.current_device()
-        warm_up = _stream_of(index, "warm-up")
-        # The warm-up reads what is queued here, and must be finished before the capture begins.
-        warm_up.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm_up):
-            launch()
-        torch.cuda.current_stream().wait_stream(warm_up)
-        stream = _stream_of(index, f"recording of {purpose}")
-        # thread_local: other threads may go on with calls that a capture forbids.
-        with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):
-            launch()
-        # The capture has run nothing, so this undoes the warm-up alone.
-        for tensor, value in zip(state, before, strict=True):
-            tensor.copy_(value)
-    return graph
