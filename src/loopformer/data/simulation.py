@@ -1,0 +1,118 @@
+"""What happens in a story, before it is told in words: the protocol of a simulation, and the shell game.
+
+    cups = Cups(words, HeldOutPairs(people, {"cup": cups}, share=0.1), distractors=0.15)
+    cups.draw(random.Random(0), hops=3)          # Draft(events=[("begin", {"cup": "left"}), …], answer="right", …)
+
+A simulation draws events and a question whose answer follows from a wanted number of them, its hops. It knows
+nothing about wordings.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, NamedTuple, Protocol
+
+from loopformer.data.phrasebook import PERSON, Event, Words
+
+
+class Draft(NamedTuple):
+    """Events, a question about them, and its answer, a word of this kind."""
+
+    events: list[Event]
+    question: Event
+    answer: str
+    kind: str
+
+
+class HeldOutPairs:
+    """Pairs of a person and another word that training stories keep apart."""
+
+    def __init__(self, people: Sequence[str], words: Iterable[str], share: float) -> None:
+        order, count = list(people), round(share * len(people))
+        random.Random("held-out pairs").shuffle(order)
+        rounds = (order[index % len(order)] for index in range(len(people) * count * 999))
+        self.pairs = frozenset((next(rounds), word) for word in words for _ in range(count))
+
+    def allows(self, person: str, word: str) -> bool:
+        return (person, word) not in self.pairs
+
+
+class Simulation(Protocol):
+    """Draws what happens. `slots` gives the kind of each slot, `needed` the slots that each section must have.
+
+    `answers` are the kinds of answers that fill no slot, such as yes and no.
+    """
+
+    slots: ClassVar[Mapping[str, str]]
+    needed: ClassVar[Mapping[str, str]]
+    answers: ClassVar[Sequence[str]]
+
+    def __init__(self, words: Words, pairs: HeldOutPairs, distractors: float) -> None: ...
+
+    def draw(self, rng: random.Random, hops: int, free: bool = False) -> Draft | None:
+        """A draft with this many hops, or None if this attempt has no such question.
+
+        Held-out pairs are kept apart unless the draft is `free`.
+        """
+
+    def chance(self, draft: Draft) -> float:
+        """How often a guess among the possible answers is right."""
+
+
+class Cups:
+    """The shell game: a ball under one of the cups, and swaps of two cups. A hop is a swap."""
+
+    slots: ClassVar[Mapping[str, str]] = {"a": PERSON, "b": PERSON, "cup": "cup", "one": "cup", "two": "cup"}
+    needed: ClassVar[Mapping[str, str]] = {
+        "begin": "cup",
+        "exclude": "one two",
+        "swap": "one two",
+        "glance": "cup",
+        "chatter": "",
+        "where": "",
+    }
+    answers: ClassVar[Sequence[str]] = ()
+    exclude_rate: ClassVar[float] = 0.2  # of beginnings that say where the ball is not
+
+    def __init__(self, words: Words, pairs: HeldOutPairs, distractors: float) -> None:
+        self._cups, self._people, self._distractors = words["cup"], words[PERSON], distractors
+        self._swaps = [(one, two) for one in self._cups for two in self._cups if one != two]
+        self._allowed = {
+            cups: [name for name in self._people if all(pairs.allows(name, cup) for cup in cups)]
+            for cups in [*self._swaps, *((cup,) for cup in self._cups)]
+        }
+
+    def draw(self, rng: random.Random, hops: int, free: bool = False) -> Draft | None:
+        draw, cups, swaps = rng.random, self._cups, self._swaps
+
+        def event(section: str, *named: str, **slots: str) -> Event:
+            """An event with two people who may be named together with these cups."""
+            people = self._people if free or not named else self._allowed[named]
+            first, second = int(draw() * len(people)), int(draw() * (len(people) - 1))
+            return section, {"a": people[first], "b": people[second + (second >= first)], **slots}
+
+        def distract() -> None:
+            if draw() < self._distractors:
+                if draw() < 0.5:
+                    events.append(event("chatter"))
+                else:
+                    cup = cups[int(draw() * len(cups))]
+                    events.append(event("glance", cup, cup=cup))
+
+        ball = cups[int(draw() * len(cups))]
+        if draw() < self.exclude_rate and len(cups) == 3:
+            one, two = (cup for cup in cups if cup != ball)
+            events = [event("exclude", one, two, one=one, two=two)]
+        else:
+            events = [event("begin", ball, cup=ball)]
+        distract()
+        for _ in range(hops):
+            one, two = swaps[int(draw() * len(swaps))]
+            ball = two if ball == one else one if ball == two else ball
+            events.append(event("swap", one, two, one=one, two=two))
+            distract()
+        return Draft(events, event("where"), ball, "cup")
+
+    def chance(self, draft: Draft) -> float:
+        return 1 / len(self._cups)
