@@ -4,9 +4,9 @@
     sentences = book.tell(rng, [("swap", {"one": "left", "two": "right", "a": "Mia", "b": "Ben"})])  # ids
     book.tokenizer.decode(sentences[0])                                    # "Then Mia swaps left and right."
 
-A template is a sentence with slots: `{a} gives {b} {thing.an} {thing}.` A slot stands for a word of its kind. With
-a form after the dot it stands for a word that goes with it: `{a.they}`, `{a.them}` and `{a.their}` are pronouns of a
-person, `{thing.an}` is the article of a thing. Templates are split into ids once, so telling is fast.
+A template is a sentence with slots: `{a} gives {b} {thing.an} {thing}.` A slot stands for a word of its kind.
+With a form after the dot it stands for a word that goes with it: `{a.they}`, `{a.them}` and `{a.their}` are
+pronouns, `{thing.an}` is the article of a thing. Templates are split into ids once, so telling is fast.
 
 A sentence that begins with its actor, slot `a`, may get a connective. It may also get a pronoun if the sentence
 before was about the same person alone, so a pronoun is never ambiguous.
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from loopformer.data.tokenizer import END_TOKEN, Tokenizer
 from loopformer.errors import LoopformerError, nearest, require
 
-Event = tuple[str, Mapping[str, str]]  # what happens, and the words of its slots
+WorldEvent = tuple[str, Mapping[str, str]]  # what happens, and the words of its slots
 Words = Mapping[str, Sequence[str]]  # by kind; people are split into "she" and "he"
 
 PRONOUNS = {
@@ -39,7 +39,7 @@ WORD = r"'s|\w+|[^\w\s]"
 _PIECE = re.compile(rf"\{{[\w.]*\}}|{WORD}")
 
 
-class Slot(NamedTuple):
+class Gap(NamedTuple):
     """A gap in a template: whose word fills it, and the id of each word's form."""
 
     name: str
@@ -51,12 +51,12 @@ class Template:
     """A sentence with gaps, as ids and slots."""
 
     text: str
-    pieces: tuple[int | Slot, ...]
+    pieces: tuple[int | Gap, ...]
     begins_with_actor: bool
 
     @property
     def slots(self) -> set[str]:
-        return {piece.name for piece in self.pieces if isinstance(piece, Slot)}
+        return {piece.name for piece in self.pieces if isinstance(piece, Gap)}
 
 
 class Phrasebook:
@@ -101,7 +101,7 @@ class Phrasebook:
         require(ends_well, f"{where} does not end like a sentence; end it with a full stop, ! or ?.")
         return template
 
-    def _piece(self, piece: str, text: str) -> int | Slot:
+    def _piece(self, piece: str, text: str) -> int | Gap:
         if piece[0] != "{":
             return self.vocab[piece]
         name, _, form = piece[1:-1].partition(".")
@@ -110,19 +110,19 @@ class Phrasebook:
             raise LoopformerError(f"The template {text!r} has an unknown slot {piece}; {hint}")
         kind = self._slots[name]
         if not form:
-            return Slot(name, {word: self.vocab[word] for word in self._words[kind]})
+            return Gap(name, {word: self.vocab[word] for word in self._words[kind]})
         known = PERSON_FORMS if kind == PERSON else THING_FORMS
         if form not in known:
             hint = nearest(form, list(known))
             raise LoopformerError(f"The template {text!r} has an unknown form {piece}; {hint}")
-        return Slot(name, {word: self.vocab[self._form(word, form)] for word in self._words[kind]})
+        return Gap(name, {word: self.vocab[self._form(word, form)] for word in self._words[kind]})
 
     def _form(self, word: str, form: str) -> str:
         if form == "an":
             return "an" if word[0] in "aeiou" else "a"
         return PRONOUNS[self._people[word]][form]
 
-    def tell(self, rng: random.Random, events: Sequence[Event]) -> list[list[int]]:
+    def tell(self, rng: random.Random, events: Sequence[WorldEvent]) -> list[list[int]]:
         """The ids of a sentence for each event, in wordings drawn at random."""
         sentences, alone = list[list[int]](), ""  # whom the sentence before was about, if it was about one person
         draw = rng.random

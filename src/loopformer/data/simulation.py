@@ -13,14 +13,14 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
-from loopformer.data.phrasebook import PERSON, Event, Words
+from loopformer.data.phrasebook import PERSON, Words, WorldEvent
 
 
 class Draft(NamedTuple):
     """Events, a question about them, and its answer, a word of this kind."""
 
-    events: list[Event]
-    question: Event
+    events: list[WorldEvent]
+    question: WorldEvent
     answer: str
     kind: str
 
@@ -86,7 +86,7 @@ class Cups:
     def draw(self, rng: random.Random, hops: int, free: bool = False) -> Draft | None:
         draw, cups, swaps = rng.random, self._cups, self._swaps
 
-        def event(section: str, *named: str, **slots: str) -> Event:
+        def event(section: str, *named: str, **slots: str) -> WorldEvent:
             """An event with two people who may be named together with these cups."""
             people = self._people if free or not named else self._allowed[named]
             first, second = int(draw() * len(people)), int(draw() * (len(people) - 1))
