@@ -1,8 +1,9 @@
-"""Stories: an independent replay, guesses at chance, held-out pairs, the same stories for any cut."""
+"""Stories: a replay of the shell game, guesses at chance, held-out pairs, the same stories for any cut."""
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,28 @@ from loopformer.data.generated import open_data
 from loopformer.data.loader import IGNORE_INDEX
 from loopformer.data.phrasebook import PERSON, Gap, Template
 from loopformer.data.states import TEST, TRAIN, VALIDATION
-from loopformer.data.stories import FOLDER, GUESSES, HELD_OUT, Story, StoryLoader, StoryWindows, World, world_names
+from loopformer.data.stories import (
+    FOLDER,
+    GUESSES,
+    HELD_OUT,
+    PILOT,
+    Story,
+    StoryLoader,
+    StoryWindows,
+    World,
+    world_names,
+)
 from loopformer.errors import LoopformerError
 
 CONTEXTS = {"cups": 160, "village": 288}
 
 
+opened = cache(World.open)  # balancing the guesses of a world takes seconds
+
+
 @pytest.fixture(scope="module", params=world_names())
 def world(request: pytest.FixtureRequest) -> World:
-    return World.open(request.param)
+    return opened(request.param)
 
 
 def sentences(world: World, story: Story) -> list[list[str]]:
@@ -34,7 +48,7 @@ def sentences(world: World, story: Story) -> list[list[str]]:
 
 
 def test_the_answer_of_the_shell_game_is_that_of_a_replay() -> None:
-    world = World.open("cups")
+    world = opened("cups")
     cups = world.words["cup"]
     for story in world.stories(seed=5, stream=TRAIN, numbers=range(300)):
         ball, swaps = "", 0
@@ -49,6 +63,38 @@ def test_the_answer_of_the_shell_game_is_that_of_a_replay() -> None:
             elif named and not ball:
                 (ball,) = named
         assert (ball, swaps) == (world.tokenizer.decode([story.answer]), story.hops), world.text(story)
+
+
+def test_every_story_is_read_back_without_a_contradiction(world: World) -> None:
+    for stream in (TRAIN, HELD_OUT):
+        for story in world.stories(6, stream, range(100)):
+            readings = world.read(story.ids)
+            assert all(reading.is_possible for reading in readings), world.text(story)
+            count = sum(token in world.book.stops for token in story.ids)
+            assert story.hops < len(readings) <= count  # a template may be more than one sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "possible"),
+    [
+        ("cups", "The ball is under the left cup. Mia swaps left and right.", [True, True]),
+        ("cups", "The ball is under the left cup. Mia swaps left and left.", [True, False]),
+        ("cups", "Mia swaps left and right.", [False]),
+        ("cups", "The ball is under the left cup. The ball is under the right cup.", [True, False]),
+        ("cups", "The ball is under the left cup. Mia cup the. Mia smiles.", [True, False, True]),
+        ("village", "Mia is in the barn. Then she goes to the tower.", [True, True]),
+        ("village", "Mia is in the barn. Then he goes to the tower.", [True, False]),
+        ("village", "Mia is in the barn. Mia goes to the barn.", [True, False]),
+        ("village", "Mia is in the barn. Ben is in the barn. Mia takes the ball.", [True, True, False]),
+        ("village", "Mia is in the barn. The ball is in the attic. Mia takes the ball.", [True, True, False]),
+        ("village", "Mia is in the barn. The ball is in the barn. She takes the ball.", [True, True, False]),
+        ("village", "Mia is in the barn. She has the ball. She gives what she has to Ben.", [True, True, False]),
+        ("village", "Mia has the ball.", [False]),
+    ],
+)
+def test_what_contradicts_the_state_is_noticed(name: str, text: str, possible: list[bool]) -> None:
+    world = opened(name)
+    assert [reading.is_possible for reading in world.read(world.tokenizer.encode(text))] == possible
 
 
 def wordings(world: World, template: Template) -> Iterator[str]:
@@ -83,12 +129,13 @@ def test_stories_have_the_hops_that_were_asked_for(world: World) -> None:
 
 
 def test_guesses_from_the_surface_are_right_at_chance(world: World) -> None:
-    count = 3000
+    count = 1500
     for hops in range(1, world.hops + 1):
         stories = world.stories(seed=9, stream=TRAIN, numbers=range(count), hops=hops)
         named = [story for story in stories if len(story.group) == 1 + len(GUESSES)]
         chance = sum(story.chance for story in named) / len(named)
-        noise = 4 * (chance * (1 - chance) / len(named)) ** 0.5
+        # The guesses are balanced on a sample of PILOT stories, which has a standard error of its own.
+        noise = 4 * (chance * (1 - chance) * (1 / len(named) + 1 / PILOT)) ** 0.5
         for number, guess in enumerate(GUESSES, start=1):
             right = sum(bool(story.group[number]) for story in named) / len(named)
             assert right == pytest.approx(chance, abs=noise), (hops, guess)
@@ -124,8 +171,11 @@ def test_rows_follow_from_seed_step_and_row(world: World) -> None:
         assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
         assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
     again = World.open(world.source)
-    assert again.index_hash == world.index_hash
-    assert torch.equal(StoryLoader(again, context, 12, seed=1).batch(5).inputs, whole.inputs)
+    if world.source == "cups":  # the hash needs the balance of all hops
+        assert again.index_hash == world.index_hash
+    numbers, hops = range(60, 72), world.hops
+    drawn = [each.stories(1, TRAIN, numbers, hops) for each in (world, again)]
+    assert drawn[0] == drawn[1]
     others = [loader.batch(6), StoryLoader(world, context, 12, seed=2).batch(5)]
     others += [StoryWindows(world, context, 12, stream=stream).batch(0, 12) for stream in (VALIDATION, TEST)]
     seen = [whole.inputs, *(batch.inputs for batch in others)]
@@ -158,7 +208,7 @@ def test_text_and_ids_are_the_same_thing(world: World) -> None:
 
 
 def test_the_most_hops_grow_with_the_steps() -> None:
-    world = World.open("cups")
+    world = opened("cups")
     loader = StoryLoader(world, 160, batch=64, steps=1000, curriculum=0.4)
     most = [loader.most_hops(step) for step in range(1000)]
     assert most == sorted(most)
@@ -200,9 +250,9 @@ def test_wrong_names_and_sizes() -> None:
     with pytest.raises(
         LoopformerError, match=r"model\.context is 100, too short for data\.stories=cups; set it to 1"
     ):
-        StoryLoader(World.open("cups"), 100, 4)
+        StoryLoader(opened("cups"), 100, 4)
     with pytest.raises(LoopformerError, match="1 story or more, got 0"):
-        StoryWindows(World.open("cups"), 160, 0)
+        StoryWindows(opened("cups"), 160, 0)
 
 
 def changed(path: Path, *keys: str, to: object) -> str:
@@ -253,7 +303,7 @@ def test_a_world_of_ones_own(tmp_path: Path) -> None:
     stories = world.stories(0, TRAIN, range(100), hops=3)
     assert {world.tokenizer.decode([story.answer]) for story in stories} == set(cups)
     assert {story.chance for story in stories} == {0.25}
-    assert world.index_hash != World.open("cups").index_hash
+    assert world.index_hash != opened("cups").index_hash
     data = open_data(DataConfig(stories=str(tmp_path / "mine.yaml")))
     assert isinstance(data, World)
     assert data.index_hash == world.index_hash

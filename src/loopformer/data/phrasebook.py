@@ -8,15 +8,16 @@ A template is a sentence with slots: `{a} gives {b} {thing.an} {thing}.` A slot 
 With a form after the dot it stands for a word that goes with it: `{a.they}`, `{a.them}` and `{a.their}` are
 pronouns, `{thing.an}` is the article of a thing. Templates are split into ids once, so telling is fast.
 
-A sentence that begins with its actor, slot `a`, may get a connective. It may also get a pronoun if the sentence
-before was about the same person alone, so a pronoun is never ambiguous.
+A sentence that begins with its actor, slot `a`, may get a connective, unless it belongs to the opening of a story.
+It may also get a pronoun if the sentence before was about the same person alone, so a pronoun is never ambiguous.
+Questions get neither.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -32,7 +33,7 @@ PRONOUNS = {
     "he": {"they": "he", "them": "him", "their": "his"},
 }
 PERSON = "person"
-PERSON_FORMS, THING_FORMS = ("they", "them", "their"), ("an",)
+PERSON_FORMS, THING_FORMS = ("they", "them", "their"), ("an", "An")
 PRONOUN_RATE, CONNECTIVE_RATE = 0.5, 0.2  # of the sentences that may have one
 
 WORD = r"'s|\w+|[^\w\s]"
@@ -40,9 +41,10 @@ _PIECE = re.compile(rf"\{{[\w.]*\}}|{WORD}")
 
 
 class Gap(NamedTuple):
-    """A gap in a template: whose word fills it, and the id of each word's form."""
+    """A gap in a template: its slot, the form of the word that fills it, and the id of each word in this form."""
 
     name: str
+    form: str
     ids: Mapping[str, int]
 
 
@@ -53,14 +55,14 @@ class Template:
     text: str
     pieces: tuple[int | Gap, ...]
     begins_with_actor: bool
-
-    @property
-    def slots(self) -> set[str]:
-        return {piece.name for piece in self.pieces if isinstance(piece, Gap)}
+    is_about_actor: bool  # alone, so that a pronoun in the next sentence can only be the actor
 
 
 class Phrasebook:
-    """The sentences of a world. `slots` gives the kind of word of each slot, `needed` the slots of each section."""
+    """The sentences of a world. `slots` gives the kinds of words of each slot, `needed` the slots of each section.
+
+    `openings` and `questions` name the sections that begin and that end a story.
+    """
 
     def __init__(
         self,
@@ -69,13 +71,16 @@ class Phrasebook:
         people: Mapping[str, str],
         slots: Mapping[str, str],
         needed: Mapping[str, str],
+        openings: Set[str],
+        questions: Set[str],
         connectives: Sequence[str] = (),
     ) -> None:
         self._words, self._people, self._slots = words, people, slots
+        self._openings, self._questions = openings, questions
         texts = [*connectives, *(text for section in templates.values() for text in section)]
         literal = {piece for text in texts for piece in _PIECE.findall(text) if piece[0] != "{"}
         forms = {form for pronouns in PRONOUNS.values() for form in pronouns.values()}
-        forms |= {form.capitalize() for form in forms} | {"a", "an"}
+        forms |= {form.capitalize() for form in forms} | {"a", "an", "A", "An"}
         every = sorted(literal | forms | {word for kind in words.values() for word in kind})
         self.vocab: dict[str, int] = {word: number for number, word in enumerate((*every, END_TOKEN))}
         self.templates = {
@@ -83,19 +88,25 @@ class Phrasebook:
             for section, lines in templates.items()
         }
         self.stops = {self.vocab[mark] for mark in ".!?" if mark in self.vocab}
-        self._connectives = [tuple(self.vocab[word] for word in _PIECE.findall(text)) for text in connectives]
+        self.connectives = [tuple(self.vocab[word] for word in _PIECE.findall(text)) for text in connectives]
         self._pronouns = {person: self.vocab[PRONOUNS[gender]["they"]] for person, gender in people.items()}
         self._capitals = {
             person: self.vocab[PRONOUNS[gender]["they"].capitalize()] for person, gender in people.items()
         }
+        self.words_by_id = {number: word for word, number in self.vocab.items()}
+        self.subjects: dict[int, set[str]] = {}  # whom each pronoun at the beginning of a sentence may stand for
+        for person, pronoun in (*self._pronouns.items(), *self._capitals.items()):
+            self.subjects.setdefault(pronoun, set()).add(person)
 
     def _compile(self, text: str, section: str, needed: Sequence[str]) -> Template:
         pieces = [self._piece(piece, text) for piece in _PIECE.findall(text)]
         where = f"The template {text!r} of {section}"
-        template = Template(text, tuple(pieces), text.startswith("{a}"))
-        missing = [name for name in needed if name not in template.slots]
+        slots = {piece.name for piece in pieces if isinstance(piece, Gap)}
+        begins = text.startswith("{a}")
+        template = Template(text, tuple(pieces), begins, begins and "b" not in slots)
+        missing = [name for name in needed if name not in slots]
         require(not missing, f"{where} lacks {{{'}, {'.join(missing)}}}; add what is missing.")
-        starts_well = text.lstrip("“")[:1].isupper() or text.startswith(("{a}", "{b}"))
+        starts_well = text.lstrip("“")[:1].isupper() or text.startswith(("{a}", "{b}", "{thing.An}"))
         require(starts_well, f"{where} begins with a small letter; begin it with a capital or a person.")
         ends_well = text.rstrip("”").endswith((".", "!", "?"))
         require(ends_well, f"{where} does not end like a sentence; end it with a full stop, ! or ?.")
@@ -108,18 +119,19 @@ class Phrasebook:
         if name not in self._slots:
             hint = nearest(name, list(self._slots))
             raise LoopformerError(f"The template {text!r} has an unknown slot {piece}; {hint}")
-        kind = self._slots[name]
+        kinds = self._slots[name].split()
+        words = [word for kind in kinds for word in self._words[kind]]
         if not form:
-            return Gap(name, {word: self.vocab[word] for word in self._words[kind]})
-        known = PERSON_FORMS if kind == PERSON else THING_FORMS
+            return Gap(name, form, {word: self.vocab[word] for word in words})
+        known = PERSON_FORMS if kinds == [PERSON] else THING_FORMS
         if form not in known:
             hint = nearest(form, list(known))
             raise LoopformerError(f"The template {text!r} has an unknown form {piece}; {hint}")
-        return Gap(name, {word: self.vocab[self._form(word, form)] for word in self._words[kind]})
+        return Gap(name, form, {word: self.vocab[self._form(word, form)] for word in words})
 
     def _form(self, word: str, form: str) -> str:
-        if form == "an":
-            return "an" if word[0] in "aeiou" else "a"
+        if form in THING_FORMS:
+            return form if word[0] in "aeiou" else form[0]
         return PRONOUNS[self._people[word]][form]
 
     def tell(self, rng: random.Random, events: Sequence[WorldEvent]) -> list[list[int]]:
@@ -131,15 +143,13 @@ class Phrasebook:
             template = templates[int(draw() * len(templates))]
             ids = [piece if piece.__class__ is int else piece.ids[fillers[piece.name]] for piece in template.pieces]  # type: ignore[union-attr]
             actor = fillers.get("a", "")
-            if template.begins_with_actor:
-                is_joined = self._connectives and draw() < CONNECTIVE_RATE
+            if template.begins_with_actor and section not in self._questions:
+                is_joined = self.connectives and section not in self._openings and draw() < CONNECTIVE_RATE
                 if actor == alone and draw() < PRONOUN_RATE:
                     ids[0] = (self._pronouns if is_joined else self._capitals)[actor]
                 if is_joined:
-                    ids[:0] = self._connectives[int(draw() * len(self._connectives))]
-                alone = "" if "b" in fillers else actor
-            else:
-                alone = ""
+                    ids[:0] = self.connectives[int(draw() * len(self.connectives))]
+            alone = actor if template.is_about_actor else ""
             sentences.append(ids)
         return sentences
 

@@ -10,19 +10,20 @@ nothing about wordings.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import ClassVar, NamedTuple, Protocol
 
 from loopformer.data.phrasebook import PERSON, Words, WorldEvent
 
 
 class Draft(NamedTuple):
-    """Events, a question about them, and its answer, a word of this kind."""
+    """Events, a question about them, its answer, and how often a guess among words of its kind is right."""
 
     events: list[WorldEvent]
     question: WorldEvent
     answer: str
     kind: str
+    chance: float
 
 
 class HeldOutPairs:
@@ -38,15 +39,28 @@ class HeldOutPairs:
         return (person, word) not in self.pairs
 
 
-class Simulation(Protocol):
-    """Draws what happens. `slots` gives the kind of each slot, `needed` the slots that each section must have.
+class WorldState(Protocol):
+    """What is the case after some events."""
 
-    `answers` are the kinds of answers that fill no slot, such as yes and no.
+    def apply(self, section: str, fillers: Mapping[str, str], why: int) -> bool:
+        """Change the state as an event says; False, and no change, if it contradicts the state.
+
+        `why` is the set of sentences that say so, as bits.
+        """
+
+
+class Simulation(Protocol):
+    """Draws what happens. `slots` gives the kinds of each slot, `needed` the slots that each section must have.
+
+    `answers` are the kinds of answers that fill no slot, such as yes and no. `openings` and `questions` are the
+    sections that begin and that end a story.
     """
 
     slots: ClassVar[Mapping[str, str]]
     needed: ClassVar[Mapping[str, str]]
     answers: ClassVar[Sequence[str]]
+    openings: ClassVar[Set[str]]
+    questions: ClassVar[Set[str]]
 
     def __init__(self, words: Words, pairs: HeldOutPairs, distractors: float) -> None: ...
 
@@ -56,8 +70,30 @@ class Simulation(Protocol):
         Held-out pairs are kept apart unless the draft is `free`.
         """
 
-    def chance(self, draft: Draft) -> float:
-        """How often a guess among the possible answers is right."""
+    def state(self) -> WorldState:
+        """The state before any event, to check sentences that are read back."""
+
+
+class CupsState:
+    """Under which cup the ball is, or nothing before a story has begun."""
+
+    def __init__(self, cups: Sequence[str]) -> None:
+        self._cups, self.ball = cups, ""
+
+    def apply(self, section: str, fillers: Mapping[str, str], why: int) -> bool:
+        if section == "begin" and not self.ball:
+            self.ball = fillers["cup"]
+            return True
+        if section not in ("begin", "exclude", "swap"):
+            return True
+        one, two = fillers.get("one"), fillers.get("two")
+        if section == "exclude" and not self.ball and one != two:
+            (self.ball,) = (cup for cup in self._cups if cup not in (one, two))
+            return True
+        if section == "swap" and self.ball and one and two and one != two:
+            self.ball = {one: two, two: one}.get(self.ball, self.ball)
+            return True
+        return False
 
 
 class Cups:
@@ -73,6 +109,8 @@ class Cups:
         "where": "",
     }
     answers: ClassVar[Sequence[str]] = ()
+    openings: ClassVar[Set[str]] = {"begin", "exclude"}
+    questions: ClassVar[Set[str]] = {"where"}
     exclude_rate: ClassVar[float] = 0.2  # of beginnings that say where the ball is not
 
     def __init__(self, words: Words, pairs: HeldOutPairs, distractors: float) -> None:
@@ -112,7 +150,7 @@ class Cups:
             ball = two if ball == one else one if ball == two else ball
             events.append(event("swap", one, two, one=one, two=two))
             distract()
-        return Draft(events, event("where"), ball, "cup")
+        return Draft(events, event("where"), ball, "cup", 1 / len(cups))
 
-    def chance(self, draft: Draft) -> float:
-        return 1 / len(self._cups)
+    def state(self) -> CupsState:
+        return CupsState(self._cups)

@@ -6,8 +6,8 @@
     StoryLoader(world, context=192, batch=64, steps=1000).batch(step=7)
 
 A world is a settings file in worlds/: its people, places and things, and the wordings of what happens. A simulation
-(simulation.py) draws what happens, a phrasebook (phrasebook.py) tells it. The hops of a story are the facts that
-must be chained to answer its question.
+(simulation.py, village.py) draws what happens, a phrasebook (phrasebook.py) tells it, a reader (reader.py) reads it
+back. The hops of a story are the facts that must be chained to answer its question.
 
 A row holds the end token, which precedes any text, then a story with its question and the answer, then end tokens.
 Only the answer has a loss.
@@ -28,27 +28,29 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from loopformer.config.model import check_keys, check_settings, from_mapping, setting
 from loopformer.config.run import RunConfig
 from loopformer.data.loader import IGNORE_INDEX, Batch, stream_key
-from loopformer.data.phrasebook import PERSON, PRONOUNS, Phrasebook
+from loopformer.data.phrasebook import PERSON, PRONOUNS, Phrasebook, WorldEvent
+from loopformer.data.reader import Reader
 from loopformer.data.simulation import Cups, HeldOutPairs, Simulation
 from loopformer.data.states import TRAIN, VALIDATION
 from loopformer.data.tokenizer import END_TOKEN, Tokenizer
+from loopformer.data.village import Village
 from loopformer.errors import FileProblem, LoopformerError, nearest, require
 from loopformer.files import read_yaml
 
 HELD_OUT = 3  # the stream of stories with held-out pairs, beside those of states.py
 FOLDER = Path(__file__).parent / "worlds"
-SIMULATIONS: dict[str, type[Simulation]] = {"cups": Cups}
+SIMULATIONS: dict[str, type[Simulation]] = {"cups": Cups, "village": Village}
 GUESSES = ("first", "last", "most often, or earlier", "most often, or later")  # of the candidates that are named
 PILOT = 4000  # stories that measure how often the guesses are right
 RAREST = 0.005  # the smallest share of a group of stories that is used
@@ -67,7 +69,7 @@ def world_names() -> list[str]:
 class WorldSettings:
     """What a settings file says besides its words and templates."""
 
-    kind: Literal["cups"] = setting("cups", "The simulation.")
+    kind: Literal["cups", "village"] = setting("cups", "The simulation.")
     hops: int = setting(6, "The most hops of a story.", minimum=1, maximum=32)
     distractors: float = setting(0.15, "The chance of a sentence that changes nothing.", minimum=0, below=1)
     held_out: float = setting(0.1, "The share of pairs that only test stories name together.", minimum=0, below=1)
@@ -86,6 +88,13 @@ class Story:
     group: StoryGroup  # decides the rate at which such stories are accepted
 
 
+class Reading(NamedTuple):
+    """A sentence that was read back. Without an event it is no sentence of its world."""
+
+    event: WorldEvent | None
+    is_possible: bool
+
+
 class World:
     """The stories of a settings file. `source` is its name or path, as in `data.stories`."""
 
@@ -96,14 +105,21 @@ class World:
         self.settings = from_mapping(WorldSettings, plain, source)
         check_settings(self.settings, source)
         simulation = SIMULATIONS[self.settings.kind]
-        kinds = list(dict.fromkeys((*simulation.slots.values(), *simulation.answers)))
+        slot_kinds = list(dict.fromkeys(kind for kinds in simulation.slots.values() for kind in kinds.split()))
+        kinds = [*slot_kinds, *simulation.answers]
         self.words, people = _words(settings.get("words"), kinds, source)
         templates = _templates(settings.get("templates"), list(simulation.needed), source)
-        others = dict.fromkeys(kind for kind in simulation.slots.values() if kind != PERSON)
-        paired = chain.from_iterable(self.words[kind] for kind in others)
+        paired = chain.from_iterable(self.words[kind] for kind in slot_kinds if kind != PERSON)
         self.held_out = HeldOutPairs(self.words[PERSON], paired, self.settings.held_out)
         self.book = Phrasebook(
-            templates, self.words, people, simulation.slots, simulation.needed, self.settings.connectives
+            templates,
+            self.words,
+            people,
+            simulation.slots,
+            simulation.needed,
+            simulation.openings,
+            simulation.questions,
+            self.settings.connectives,
         )
         self._simulation = simulation(self.words, self.held_out, self.settings.distractors)
         vocab = self.book.vocab
@@ -195,8 +211,11 @@ class World:
             story = self._try(rng, hops, needs_held_out)
             if story is None or rng.random() >= rates.get(story.group, 0.0) or len(story.ids) > limit:
                 continue
-            if not needs_held_out or self.has_held_out(story):
-                return story
+            if needs_held_out and not self.has_held_out(story):
+                continue
+            if story.kind in self._simulation.answers:
+                return replace(story, chance=1 / sum(group[0] == story.kind for group in rates))
+            return story
         remedy = "raise model.context, or change the world's words, hops or held_out"
         raise LoopformerError(f"The world {self.source} has no such story of {hops} hops; {remedy}.")
 
@@ -210,7 +229,7 @@ class World:
         mentions = list(filter(self._kind_ids[draft.kind].__contains__, ids))
         is_named = draft.kind not in self._simulation.answers
         group = (draft.kind, *((guess == answer for guess in guesses(mentions)) if is_named else (answer,)))
-        return Story([*ids, *question], answer, hops, draft.kind, self._simulation.chance(draft), group)
+        return Story([*ids, *question], answer, hops, draft.kind, draft.chance, group)
 
     def has_held_out(self, story: Story) -> bool:
         """Whether a sentence of the story names a held-out pair."""
@@ -227,8 +246,9 @@ class World:
         """The rates at which stories of this many hops are accepted, by group."""
         if hops not in self._rates:
             rng = random.Random(f"balance {hops}")
-            tried = (self._try(rng, hops, free=False) for _ in range(PILOT))
-            self._rates[hops] = balance([story for story in tried if story is not None])
+            tried = (self._try(rng, hops, free=False) for _ in range(MAX_DRAWS))
+            found = islice((story for story in tried if story is not None), PILOT)
+            self._rates[hops] = balance(list(found))
         return self._rates[hops]
 
     def batch(self, stories: Sequence[Story], context: int) -> Batch:
@@ -246,6 +266,17 @@ class World:
     def text(self, story: Story) -> str:
         """The story with its question, as text."""
         return self.tokenizer.decode(story.ids)
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(self.book)
+
+    def read(self, ids: Sequence[int]) -> list[Reading]:
+        """The sentences of a story, read back: their events, and whether each is possible in the state so far."""
+        state, readings = self._simulation.state(), list[Reading]()
+        for number, event in enumerate(self._reader.read(ids)):
+            readings.append(Reading(event, event is not None and state.apply(*event, why=1 << number)))
+        return readings
 
     def check_context(self, context: int) -> None:
         """Refuse a context that many of the longest stories would not fit."""
@@ -335,19 +366,25 @@ def balance(stories: Sequence[Story]) -> dict[StoryGroup, float]:
         # A group that hardly occurs would need a high rate, which slows down all draws; it is left out.
         counts = Counter({group: count for group, count in every.items() if count >= RAREST * every.total()})
         weights = dict.fromkeys(counts, 1.0)
-        if all(len(group) == 1 + len(GUESSES) for group in counts):
-            chance = sum(story.chance for story in stories if story.kind == kind) / counts.total()
+        if all(len(group) == 1 + len(GUESSES) for group in every):
+            chances = dict.fromkeys(counts, 0.0)  # the sum of the chances of each group's stories
+            for story in stories:
+                if story.group in chances:
+                    chances[story.group] += story.chance
             for index in (1 + guess for _ in range(100) for guess in range(len(GUESSES))):
                 total = sum(counts[group] * weights[group] for group in counts)
+                chance = sum(chances[group] * weights[group] for group in counts) / total
                 right = sum(counts[group] * weights[group] for group in counts if group[index]) / total
                 if 0 < right < 1:
                     factor = chance * (1 - right) / (right * (1 - chance))
                     weights.update({group: weights[group] * factor for group in counts if group[index]})
-        else:
+        elif len(counts) > 1:
             weights = {group: 1 / count for group, count in counts.items()}
+        else:  # only one answer occurs, so there is nothing to ask
+            continue
         most = max(weights.values())
         # Rounded, so that rates do not depend on how a machine adds floats.
-        rates.update({group: round(weight / most, 3) for group, weight in weights.items()})
+        rates.update({group: float(f"{weight / most:.4g}") for group, weight in weights.items()})
     return rates
 
 
