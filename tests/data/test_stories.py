@@ -30,7 +30,7 @@ from loopformer.data.stories import (
 )
 from loopformer.errors import LoopformerError
 
-CONTEXTS = {"cups": 160, "village": 288}
+CONTEXTS = {"cups": 160, "village": 256}
 
 
 opened = cache(World.open)  # balancing the guesses of a world takes seconds

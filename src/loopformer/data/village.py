@@ -282,15 +282,19 @@ class Village:
             elif chosen < 0.4 or not happen("have", {"a": holder, "thing": item}):
                 happen("lie", {"thing": item, "place": places[int(draw() * len(places))]})
         end = len(events) + 2 + 3 * hops // 2 + int(draw() * 3)
+        last = end + 3  # the story goes on for a while if there is no question with this many hops yet
         for _ in range(12 * hops + 60):
             if len(events) >= end:
-                break
+                draft = self._ask(rng, state, events, hops, people, places, free)
+                if draft is not None or len(events) >= last:
+                    return draft
+                end = len(events) + 1
             section = self._sections[int(draw() * len(self._sections))]
             actor = people[int(draw() * len(people))]
             fillers = self._propose(draw, state, section, actor, people, places, boxes)
             if fillers is not None:
                 happen(section, fillers)
-        return self._ask(rng, state, events, hops, people, places, free)
+        return None
 
     def state(self) -> VillageState:
         return VillageState(set(self._words["box"]))
