@@ -103,7 +103,7 @@ def _furnish(page: str) -> None:
         tokenizer.save(Path("runs") / name)
     if page == "docs/evaluation.md":
         save_model(LoopedLM(ModelConfig(loops=5, context=17, vocab=7, **sizes)), "runs/s3")
-        save_model(LoopedLM(ModelConfig(loops=6, context=160, vocab=191, **sizes)), "runs/cups")
+        save_model(LoopedLM(ModelConfig(loops=6, context=160, vocab=186, **sizes)), "runs/cups")
     if page == "docs/huggingface.md":
         from loopformer.hf.export import export
 

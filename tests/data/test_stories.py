@@ -190,11 +190,18 @@ def test_a_row_is_a_story_whose_answer_alone_has_a_loss(world: World) -> None:
     for inputs, targets, story in zip(
         batch.inputs.tolist(), batch.targets.tolist(), windows.stories(0, 10), strict=True
     ):
-        length = 1 + len(story.ids)
-        assert inputs == [end, *story.ids, story.answer] + [end] * (context - length - 1)
-        assert {place: target for place, target in enumerate(targets) if target != IGNORE_INDEX} == {
-            length - 1: story.answer
-        }
+        length = len(story.ids)
+        assert inputs == [*story.ids, story.answer] + [end] * (context - length - 1)
+        expected = {length - 1: story.answer, length: end}
+        assert {place: target for place, target in enumerate(targets) if target != IGNORE_INDEX} == expected
+
+
+def test_all_of_the_text_may_have_a_loss(world: World) -> None:
+    context = CONTEXTS[world.source]
+    batch = StoryLoader(world, context, batch=8, learns_text=True).batch(3)
+    is_target = batch.targets != IGNORE_INDEX
+    assert torch.equal(batch.targets[:, :-1][is_target[:, :-1]], batch.inputs[:, 1:][is_target[:, :-1]])
+    assert is_target.sum(1).tolist() == (1 + (batch.inputs != world.tokenizer.eot).sum(1) - 1).tolist()
 
 
 def test_text_and_ids_are_the_same_thing(world: World) -> None:
@@ -232,6 +239,7 @@ def _hops(world: World, loader: StoryLoader, step: int) -> Sequence[int]:
         ({"stories": "cups", "states": "S3"}, "data.states and data.stories exclude each other"),
         ({"stories": "cups", "documents": True}, "data.documents applies to text, not to data.stories"),
         ({"stories": "cups", "prepare": "stdlib"}, "data.prepare applies to text"),
+        ({"stories": "cups", "loss": "all"}, "data.loss must be one of answers, text"),
         ({"stories": "cups", "curriculum": 2}, "data.curriculum must be 0 or more and at most 1"),
     ],
 )
@@ -277,6 +285,8 @@ def changed(path: Path, *keys: str, to: object) -> str:
         (["words"], None, "words must be a mapping with person, cup"),
         (["words", "cup"], None, "words lacks cup; add what is missing"),
         (["words", "cup"], ["left", "far right"], r"words\.cup must be a list of single words"),
+        (["words", "cup"], ["left"], r"words\.cup needs 2 words or more"),
+        (["held_out"], 0.9, "held_out leaves fewer than two people"),
         (["words", "cup"], ["left", "Mia"], "the word 'Mia' stands twice"),
         (["words", "person"], ["Mia", "Ben"], r"words\.person must be lists of names by pronoun"),
         (["templates", "swap"], None, "templates lacks swap; add what is missing"),

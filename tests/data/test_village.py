@@ -113,6 +113,18 @@ def test_hops_are_the_sentences_that_an_answer_follows_from() -> None:
     assert state.gifts["basket", "Ben"] == ("Mia", 0b00100100)
 
 
+def test_what_continues_an_opening_is_read_up_to_a_question(world: World) -> None:
+    encode = world.tokenizer.encode
+    opening = encode("Mia is in the barn. The ball is in the barn. Ben is in the attic.")
+    whole = encode("Mia takes the ball. Mia takes the ball. The ball the. It is getting late. Where is Mia? barn")
+    assert world.opening([*opening, *whole]) == len(opening)
+    readings = world.read_on(opening, whole)
+    assert [reading.is_possible for reading in readings] == [True, False, False, True]
+    assert [reading.event is None for reading in readings] == [False, False, True, False]
+    assert len(world.read_on(opening, encode("Mia takes the ball. Mia takes the"))) == 1
+    assert world.read_on(opening, []) == []
+
+
 def test_a_story_with_another_actor_is_caught(world: World) -> None:
     """Where only its holder can put down or give away a thing, anybody else contradicts the state."""
     caught = 0

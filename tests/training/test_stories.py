@@ -92,7 +92,7 @@ def test_the_questions_of_a_run_are_evaluated(tmp_path: Path, told: Small, mine:
     run, out = tmp_path / "run", tmp_path / "answers.json"
     launch("stories", told(data__stories=mine), run, quiet=True)
     command = ["eval", "stories", str(run), "--stories", "8", "--device", "cpu"]
-    shown = CliRunner().invoke(app, [*command, "--out", str(out)])
+    shown = CliRunner().invoke(app, [*command, "--generate", "2", "--out", str(out)])
     assert shown.exit_code == 0, shown.output
     assert "one of 6 pairs that training keeps apart" in shown.output
     answers = json.loads(out.read_text("utf-8"))["stories"]
@@ -102,6 +102,9 @@ def test_the_questions_of_a_run_are_evaluated(tmp_path: Path, told: Small, mine:
         {"cup": 16},
     )
     assert [row["budget"] for row in answers["trajectories"]] == [1, 2]
+    for row in answers["continued"]:  # a model that has not learned to tell stories
+        assert 0 <= row["contradictions"] <= row["sentences"] - row["unreadable"]
+    assert "2 stories continued" in shown.output
     shown = CliRunner().invoke(app, [*command, "--world", "cups", "--stories", "0"])
     assert "--stories must be 1 or more" in str(shown.exception or shown.output)
     shown = CliRunner().invoke(app, ["eval", "text", str(run)])

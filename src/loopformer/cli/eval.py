@@ -265,6 +265,7 @@ def eval_stories(
     trajectory: TrajectoriesOption = None,
     beyond: Annotated[bool, typer.Option("--beyond", help="Allow more loops than L.")] = False,
     stories: Annotated[int, typer.Option(help="Number of stories for each number of hops.")] = 500,
+    generate: Annotated[int, typer.Option(help="Also continue so many stories and count contradictions.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the stories.")] = 0,
     figure: Annotated[Path | None, typer.Option(help="Draw the accuracies: a .png, .pdf or .svg.")] = None,
     batch_tokens: BatchTokens = 8192,
@@ -279,7 +280,7 @@ def eval_stories(
     """
     from loopformer.data.stories import World
     from loopformer.evaluation.loaded import LoadedModel
-    from loopformer.evaluation.stories import answer_stories, story_figure, trained_world
+    from loopformer.evaluation.stories import answer_stories, continue_stories, story_figure, trained_world
     from loopformer.plots import check_drawing, save
 
     source = the_model(model, model_option)
@@ -297,6 +298,8 @@ def eval_stories(
             f"The model's tokens are not the words of {world}; name the world it was trained on.",
         )
         answers = answer_stories(loaded.model, opened, trajectories, stories, seed, batch_tokens, report)
+        if generate:
+            answers["continued"] = continue_stories(loaded.lm, opened, trajectories, generate, seed)
         if figure is not None:
             save(story_figure(answers), figure)
     if write_results({"model": source, "weights": loaded.weights, "stories": answers}, out, as_json):
@@ -430,6 +433,13 @@ def _show_stories(answers: dict[str, Any]) -> None:
     if answers["held_out_pairs"]:
         typer.echo(f"\nthe same with one of {answers['held_out_pairs']} pairs that training keeps apart")
         show_table(cells(str(row["budget"]), _schedule(row), row["held_out_accuracy"]) for row in rows)
+    if continued := answers.get("continued"):
+        typer.echo(f"\n{continued[0]['stories']:,} stories continued: sentences that contradict the story so far")
+        names = ("sentences", "unreadable", "contradictions")
+        show_table(
+            {"budget": str(row["budget"]), "schedule": _schedule(row), **{name: f"{row[name]:,}" for name in names}}
+            for row in continued
+        )
 
 
 def _show_tasks(results: dict[str, Any]) -> None:

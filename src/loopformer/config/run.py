@@ -50,6 +50,9 @@ class DataConfig:
     train_tokenizer: int | None = setting(None, "Vocabulary size of a tokenizer to train on that source.")
     states: GroupName | None = setting(None, "Track states of this group instead of reading text.")  # noqa: RUF009
     stories: str | None = setting(None, "Tell stories of this world instead: its name or file.")
+    loss: Literal["answers", "text"] = setting(
+        "answers", "What stories train: their answers, or all of their text."
+    )
     curriculum: float = setting(0.4, "Share of the steps until stories have all hops.", minimum=0, maximum=1)
 
     def __post_init__(self) -> None:

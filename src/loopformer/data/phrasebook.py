@@ -79,8 +79,10 @@ class Phrasebook:
         self._openings, self._questions = openings, questions
         texts = [*connectives, *(text for section in templates.values() for text in section)]
         literal = {piece for text in texts for piece in _PIECE.findall(text) if piece[0] != "{"}
-        forms = {form for pronouns in PRONOUNS.values() for form in pronouns.values()}
-        forms |= {form.capitalize() for form in forms} | {"a", "an", "A", "An"}
+        used = {"they", *(piece[1:-1].partition(".")[2] for text in texts for piece in _PIECE.findall(text))}
+        forms = {word for pronouns in PRONOUNS.values() for form, word in pronouns.items() if form in used}
+        forms |= {pronouns["they"].capitalize() for pronouns in PRONOUNS.values()}
+        forms |= {article for form in used.intersection(THING_FORMS) for article in (form, form[0])}
         every = sorted(literal | forms | {word for kind in words.values() for word in kind})
         self.vocab: dict[str, int] = {word: number for number, word in enumerate((*every, END_TOKEN))}
         self.templates = {

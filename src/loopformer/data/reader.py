@@ -1,7 +1,7 @@
 """Reads sentences back into events by a world's own templates.
 
     reader = Reader(book)
-    list(reader.read(ids))       # [("be", {"a": "Mia", "place": "barn"}), None, …]; None: no sentence of this world
+    list(reader.read(ids))       # [(("be", {"a": "Mia", "place": "barn"}), 6), (None, 9), …] and where each ends
 
 All templates are one tree of tokens and gaps, so a sentence is read in one walk. A pronoun at the beginning stands
 for the person of the sentence before, as in the phrasebook.
@@ -42,19 +42,19 @@ class Reader:
                         node = node.tokens.setdefault(piece, _Node())
                 node.ends.append((section, template))
 
-    def read(self, ids: Sequence[int]) -> Iterator[WorldEvent | None]:
-        """The event of each sentence of a story, or None for a sentence that this world does not have."""
+    def read(self, ids: Sequence[int]) -> Iterator[tuple[WorldEvent | None, int]]:
+        """The event and the end of each sentence. There is no event in a sentence of no template."""
         start, alone = 0, ""
         while start < len(ids):
             found = self._match(ids, start, alone)
             if found is None:
                 start = next((end for end in range(start, len(ids)) if ids[end] in self._book.stops), len(ids)) + 1
                 alone = ""
-                yield None
+                yield None, min(start, len(ids))
                 continue
             start, event, template = found
             alone = event[1]["a"] if template.is_about_actor else ""
-            yield event
+            yield event, start
 
     def _match(self, ids: Sequence[int], start: int, alone: str) -> tuple[int, WorldEvent, Template] | None:
         """The longest sentence that begins here, with or without a connective."""

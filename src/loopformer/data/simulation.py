@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import ClassVar, NamedTuple, Protocol
 
 from loopformer.data.phrasebook import PERSON, Words, WorldEvent
+from loopformer.errors import require
 
 
 class Draft(NamedTuple):
@@ -53,7 +54,7 @@ class Simulation(Protocol):
     """Draws what happens. `slots` gives the kinds of each slot, `needed` the slots that each section must have.
 
     `answers` are the kinds of answers that fill no slot, such as yes and no. `openings` and `questions` are the
-    sections that begin and that end a story.
+    sections that begin and that end a story, `fewest` how many words of each kind there must be.
     """
 
     slots: ClassVar[Mapping[str, str]]
@@ -61,6 +62,7 @@ class Simulation(Protocol):
     answers: ClassVar[Sequence[str]]
     openings: ClassVar[Set[str]]
     questions: ClassVar[Set[str]]
+    fewest: ClassVar[Mapping[str, int]]
 
     def __init__(self, words: Words, pairs: HeldOutPairs, distractors: float) -> None: ...
 
@@ -111,6 +113,7 @@ class Cups:
     answers: ClassVar[Sequence[str]] = ()
     openings: ClassVar[Set[str]] = {"begin", "exclude"}
     questions: ClassVar[Set[str]] = {"where"}
+    fewest: ClassVar[Mapping[str, int]] = {PERSON: 2, "cup": 2}
     exclude_rate: ClassVar[float] = 0.2  # of beginnings that say where the ball is not
 
     def __init__(self, words: Words, pairs: HeldOutPairs, distractors: float) -> None:
@@ -120,6 +123,8 @@ class Cups:
             cups: [name for name in self._people if all(pairs.allows(name, cup) for cup in cups)]
             for cups in [*self._swaps, *((cup,) for cup in self._cups)]
         }
+        has_two = min(map(len, self._allowed.values())) >= 2
+        require(has_two, "held_out leaves fewer than two people for some cups; lower it, or add people.")
 
     def draw(self, rng: random.Random, hops: int, free: bool = False) -> Draft | None:
         draw, cups, swaps = rng.random, self._cups, self._swaps

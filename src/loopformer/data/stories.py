@@ -9,8 +9,8 @@ A world is a settings file in worlds/: its people, places and things, and the wo
 (simulation.py, village.py) draws what happens, a phrasebook (phrasebook.py) tells it, a reader (reader.py) reads it
 back. The hops of a story are the facts that must be chained to answer its question.
 
-A row holds the end token, which precedes any text, then a story with its question and the answer, then end tokens.
-Only the answer has a loss.
+A row holds a story with its question, the answer, and end tokens. Only the answer and the end token after it have a
+loss, or with `data.loss=text` all of the story.
 
 Guesses from the surface do not help. The first, the last or the most often named candidate is the answer no more
 often than by chance. To this end stories are accepted at rates that are measured once on a sample (`balance`).
@@ -55,7 +55,7 @@ GUESSES = ("first", "last", "most often, or earlier", "most often, or later")  #
 PILOT = 4000  # stories that measure how often the guesses are right
 RAREST = 0.005  # the smallest share of a group of stories that is used
 MAX_DRAWS = 10_000  # for one story
-ROW_EXTRAS = 2  # tokens of a row besides the story: the end token before it and the answer after it
+ROW_EXTRAS = 1  # tokens of a row besides the story: the answer
 
 StoryGroup = tuple[object, ...]  # the kind of a story's answer, then which guesses are right, or the answer itself
 
@@ -93,6 +93,7 @@ class Reading(NamedTuple):
 
     event: WorldEvent | None
     is_possible: bool
+    end: int  # of the sentence, among the tokens of the story
 
 
 class World:
@@ -107,7 +108,7 @@ class World:
         simulation = SIMULATIONS[self.settings.kind]
         slot_kinds = list(dict.fromkeys(kind for kinds in simulation.slots.values() for kind in kinds.split()))
         kinds = [*slot_kinds, *simulation.answers]
-        self.words, people = _words(settings.get("words"), kinds, source)
+        self.words, people = _words(settings.get("words"), kinds, simulation.fewest, source)
         templates = _templates(settings.get("templates"), list(simulation.needed), source)
         paired = chain.from_iterable(self.words[kind] for kind in slot_kinds if kind != PERSON)
         self.held_out = HeldOutPairs(self.words[PERSON], paired, self.settings.held_out)
@@ -174,7 +175,13 @@ class World:
         """The training batches of a run."""
         training = run.training
         return StoryLoader(
-            self, run.model.context, training.batch, training.seed, training.steps, run.data.curriculum
+            self,
+            run.model.context,
+            training.batch,
+            training.seed,
+            training.steps,
+            run.data.curriculum,
+            run.data.loss == "text",
         )
 
     def windows(self, run: RunConfig) -> StoryWindows:
@@ -251,16 +258,23 @@ class World:
             self._rates[hops] = balance(list(found))
         return self._rates[hops]
 
-    def batch(self, stories: Sequence[Story], context: int) -> Batch:
-        """Rows of the end token, a story and its answer, padded with end tokens [B, T], and targets [B, T]."""
+    def batch(self, stories: Sequence[Story], context: int, learns_text: bool = False) -> Batch:
+        """Rows of a story and its answer, padded with end tokens [B, T], and targets [B, T].
+
+        The targets are the answer and the end token, so that a model stops after the answer. With `learns_text` all
+        tokens of the story are targets as well.
+        """
         import torch
 
         inputs = np.full((len(stories), context), self.book.vocab[END_TOKEN])
         targets = np.full_like(inputs, IGNORE_INDEX)
         for row, story in enumerate(stories):
-            end = 1 + len(story.ids)
-            inputs[row, 1:end] = story.ids
-            inputs[row, end] = targets[row, end - 1] = story.answer
+            last = len(story.ids) - 1  # of the question
+            inputs[row, : last + 1] = story.ids
+            inputs[row, last + 1] = story.answer
+            if learns_text:
+                targets[row, :last] = story.ids[1:]
+            targets[row, last : last + 2] = story.answer, self.book.vocab[END_TOKEN]
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), None)
 
     def text(self, story: Story) -> str:
@@ -274,9 +288,25 @@ class World:
     def read(self, ids: Sequence[int]) -> list[Reading]:
         """The sentences of a story, read back: their events, and whether each is possible in the state so far."""
         state, readings = self._simulation.state(), list[Reading]()
-        for number, event in enumerate(self._reader.read(ids)):
-            readings.append(Reading(event, event is not None and state.apply(*event, why=1 << number)))
+        for number, (event, end) in enumerate(self._reader.read(ids)):
+            readings.append(Reading(event, event is not None and state.apply(*event, why=1 << number), end))
         return readings
+
+    def opening(self, ids: Sequence[int]) -> int:
+        """The number of tokens in the opening of a story, which says who and what is where."""
+        openings = self._simulation.openings
+        return max(reading.end for reading in self.read(ids) if reading.event and reading.event[0] in openings)
+
+    def read_on(self, opening: Sequence[int], ids: Sequence[int]) -> list[Reading]:
+        """The whole sentences that continue an opening, up to a question."""
+        readings = list[Reading]()
+        for reading in self.read([*opening, *ids]):
+            is_question = reading.event is not None and reading.event[0] in self._simulation.questions
+            is_cut = reading.event is None and ids[reading.end - len(opening) - 1] not in self.book.stops
+            if is_question or is_cut:
+                break
+            readings.append(reading)
+        return [reading for reading in readings if reading.end > len(opening)]
 
     def check_context(self, context: int) -> None:
         """Refuse a context that many of the longest stories would not fit."""
@@ -287,20 +317,12 @@ class World:
 
 
 class StoryWindows:
-    """The first `count` stories of a stream, for evaluation; the hops take turns, or are `hops` in every story."""
+    """The first `count` stories of a stream, for evaluation. The hops take turns."""
 
-    def __init__(
-        self,
-        world: World,
-        context: int,
-        count: int,
-        seed: int = 0,
-        stream: int = VALIDATION,
-        hops: int | None = None,
-    ) -> None:
+    def __init__(self, world: World, context: int, count: int, seed: int = 0, stream: int = VALIDATION) -> None:
         require(count >= 1, f"There must be 1 story or more, got {count}.")
         world.check_context(context)
-        self._world, self._context, self._count, self._hops = world, context, count, hops
+        self._world, self._context, self._count = world, context, count
         self._seed, self._stream = seed, stream
 
     def __len__(self) -> int:
@@ -309,7 +331,7 @@ class StoryWindows:
     def stories(self, start: int, stop: int) -> list[Story]:
         """Stories start:stop."""
         numbers = range(self._count)[start:stop]
-        return self._world.stories(self._seed, self._stream, numbers, self._hops, context=self._context)
+        return self._world.stories(self._seed, self._stream, numbers, context=self._context)
 
     def batch(self, start: int, stop: int) -> Batch:
         """Rows start:stop."""
@@ -320,11 +342,18 @@ class StoryLoader:
     """Training batches of fresh stories by step number; the most hops grow over a share of the steps."""
 
     def __init__(
-        self, world: World, context: int, batch: int, seed: int = 0, steps: int = 1, curriculum: float = 0.0
+        self,
+        world: World,
+        context: int,
+        batch: int,
+        seed: int = 0,
+        steps: int = 1,
+        curriculum: float = 0.0,
+        learns_text: bool = False,
     ) -> None:
         world.check_context(context)
         self.batch_size = batch
-        self._world, self._context, self._seed = world, context, seed
+        self._world, self._context, self._seed, self._learns_text = world, context, seed, learns_text
         self._growth = curriculum * steps  # the steps over which the most hops grow
 
     def most_hops(self, step: int) -> int:
@@ -337,7 +366,7 @@ class StoryLoader:
         numbers = [step * self.batch_size + row for row in (range(self.batch_size) if rows is None else rows)]
         most = self.most_hops(step)
         stories = self._world.stories(self._seed, TRAIN, numbers, most=most, context=self._context)
-        return self._world.batch(stories, self._context)
+        return self._world.batch(stories, self._context, self._learns_text)
 
     def epoch(self, step: int) -> float:
         """Always 0: no story is repeated."""
@@ -388,7 +417,9 @@ def balance(stories: Sequence[Story]) -> dict[StoryGroup, float]:
     return rates
 
 
-def _words(words: Any, kinds: Sequence[str], source: str) -> tuple[dict[str, list[str]], dict[str, str]]:
+def _words(
+    words: Any, kinds: Sequence[str], fewest: Mapping[str, int], source: str
+) -> tuple[dict[str, list[str]], dict[str, str]]:
     """The words of each kind, and the pronoun of each person."""
     _check_sections(words, kinds, "words", source)
     people = words[PERSON]
@@ -401,8 +432,8 @@ def _words(words: Any, kinds: Sequence[str], source: str) -> tuple[dict[str, lis
         require(is_list, f"{source}: words.{kind} must be a list of single words.")
     pronouns = {str(name): pronoun for pronoun in PRONOUNS for name in people.get(pronoun) or []}
     found = {kind: list(pronouns) if kind == PERSON else list(map(str, words[kind])) for kind in kinds}
-    for kind, each in found.items():
-        require(len(each) >= 2, f"{source}: words.{kind} needs 2 words or more.")
+    for kind, count in fewest.items():
+        require(len(found[kind]) >= count, f"{source}: words.{kind} needs {count} words or more.")
     word, count = Counter(chain.from_iterable(found.values())).most_common(1)[0]
     require(count == 1, f"{source}: the word {word!r} stands twice in words; leave one of them out.")
     return found, pronouns

@@ -247,6 +247,7 @@ class Village:
     openings: ClassVar[Set[str]] = {"be", "have", "lie", "contain"}
     questions: ClassVar[Set[str]] = set(QUESTIONS)
     people, places = 4, 4  # in a story
+    fewest: ClassVar[Mapping[str, int]] = {PERSON: 4, "place": 4, "thing": 3, "box": 2, "number": 3, "truth": 2}
 
     def __init__(self, words: Words, pairs: HeldOutPairs, distractors: float) -> None:
         self._words, self._pairs, self._distractors = words, pairs.pairs, distractors

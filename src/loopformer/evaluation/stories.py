@@ -3,6 +3,7 @@
     answers = answer_stories(loaded.model, World.open("cups"), [Trajectory.uniform(m) for m in (1, 2, 4, 6)])
     answers["trajectories"][0]["accuracy"]           # by number of hops along the first trajectory
     answers["trajectories"][0]["held_out_accuracy"]  # the same on stories with a held-out pair
+    continue_stories(loaded.lm, World.open("cups"), …) # do continuations contradict themselves?
 
 Test stories come from random streams that training never sees (data/stories.py). Every number of hops has as many
 stories. The model's answer is the most likely token after the question. Right answers are counted, so that standard
@@ -11,6 +12,7 @@ errors can be computed: √(p(1-p)/stories) for an accuracy p.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ from loopformer.data.stories import HELD_OUT, StoryWindows, World
 from loopformer.errors import require
 from loopformer.evaluation.states import is_most_likely, trained_on, trajectory_label
 from loopformer.evaluation.store import ReportProgress, device_and_dtype
+from loopformer.lm import LM, GenerateOptions
 from loopformer.model import LoopedLM
 from loopformer.plots import grid_figure
 from loopformer.scoring import BATCH_TOKENS, TrajectoryTree
@@ -109,7 +112,8 @@ def _right_answers(
     rows = max(1, batch_tokens // context)
     for start in range(0, len(windows), rows):
         batch = windows.batch(start, start + rows).to(model.device)
-        is_answer = batch.targets != IGNORE_INDEX  # one position in each row
+        is_target = batch.targets != IGNORE_INDEX
+        is_answer = is_target & (is_target.cumsum(1) == 1)  # the end token comes second
         part = slice(start, start + len(batch))
         for trajectory, hidden in tree.run(batch.inputs):
             logits = model.head(hidden[is_answer])[:, : world.vocab_size]
@@ -118,6 +122,39 @@ def _right_answers(
             name = "held-out pairs" if stream == HELD_OUT else "stories"
             report(f"{name} of {world.source}", part.stop, len(windows))
     return {trajectory: right.reshape(shape) for trajectory, right in correct.items()}
+
+
+def continue_stories(
+    lm: LM, world: World, trajectories: Sequence[Trajectory], stories: int, seed: int = 0
+) -> list[dict[str, Any]]:
+    """How many sentences contradict the story so far, when the model continues test stories along each trajectory.
+
+    Each test story is cut after its opening and continued with random draws up to a question. Sentences are read
+    back by the templates of the world, and those of no template are counted apart. Only a model trained with
+    data.loss=text can tell stories.
+    """
+    require(stories >= 1, f"--generate must be 1 or more, got {stories}.")
+    context = lm.model.config.context
+    told = StoryWindows(world, context, stories, seed, TEST).stories(0, stories)
+    openings = [story.ids[: world.opening(story.ids)] for story in told]
+    prompts = [world.tokenizer.decode(ids) for ids in openings]
+    rows = []
+    for trajectory in trajectories:
+        options: GenerateOptions = {
+            "max_tokens": context - max(map(len, openings)),
+            "temperature": 1.0,
+            "seed": seed,
+        }
+        results = lm.generate(prompts, trajectory=trajectory, **options)
+        counts = Counter[str]()
+        for opening, result in zip(openings, results, strict=True):
+            for reading in world.read_on(opening, result.ids):
+                counts["sentences"] += 1
+                counts["unreadable"] += reading.event is None
+                counts["contradictions"] += reading.event is not None and not reading.is_possible
+        row = {"budget": trajectory.budget, "trajectory": str(trajectory), "stories": stories}
+        rows.append(row | {name: counts[name] for name in ("sentences", "unreadable", "contradictions")})
+    return rows
 
 
 def story_figure(answers: dict[str, Any]) -> Figure:

@@ -52,6 +52,7 @@ FIXED_ON_RESUME = (
     "data.states",
     "data.stories",
     "data.curriculum",
+    "data.loss",
     "objective.trajectories",
     "objective.consistency",
     "objective.draws",
