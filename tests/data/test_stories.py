@@ -5,20 +5,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from loopformer.config import DataConfig
-from loopformer.data.generated import open_data
 from loopformer.data.loader import IGNORE_INDEX
 from loopformer.data.phrasebook import PERSON, Gap, Template
 from loopformer.data.states import TEST, TRAIN, VALIDATION
 from loopformer.data.stories import (
-    FOLDER,
     GUESSES,
     HELD_OUT,
     PILOT,
@@ -121,6 +116,14 @@ def test_every_template_is_a_sentence_for_every_filler(world: World) -> None:
                 assert not re.search(r"[{}]|\ba [aeiou]|\ban [^aeiou]|  | [.,!?’]", text), text
 
 
+def test_templates_do_not_name_candidates_themselves(world: World) -> None:
+    """Or stories would name them where nothing is said about them."""
+    templates = (template for section in world.book.templates.values() for template in section)
+    literal = {piece for template in templates for piece in template.pieces if isinstance(piece, int)}
+    candidates = {word for kind, words in world.words.items() if kind != "number" for word in words}
+    assert not {word for word in candidates if world.book.vocab[word] in literal}
+
+
 def test_stories_have_the_hops_that_were_asked_for(world: World) -> None:
     for hops in range(1, world.hops + 1):
         assert {story.hops for story in world.stories(1, TRAIN, range(20), hops=hops)} == {hops}
@@ -170,12 +173,9 @@ def test_rows_follow_from_seed_step_and_row(world: World) -> None:
         parts = [loader.batch(5, range(start, stop)) for start, stop in pairwise(cuts)]
         assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
         assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
-    again = World.open(world.source)
-    if world.source == "cups":  # the hash needs the balance of all hops
-        assert again.index_hash == world.index_hash
-    numbers, hops = range(60, 72), world.hops
-    drawn = [each.stories(1, TRAIN, numbers, hops) for each in (world, again)]
-    assert drawn[0] == drawn[1]
+    again = World.open(world.source) if world.source == "cups" else world  # balancing another village takes seconds
+    assert again.index_hash == world.index_hash
+    assert torch.equal(StoryLoader(again, context, 12, seed=1).batch(5).inputs, whole.inputs)
     others = [loader.batch(6), StoryLoader(world, context, 12, seed=2).batch(5)]
     others += [StoryWindows(world, context, 12, stream=stream).batch(0, 12) for stream in (VALIDATION, TEST)]
     seen = [whole.inputs, *(batch.inputs for batch in others)]
@@ -246,74 +246,3 @@ def _hops(world: World, loader: StoryLoader, step: int) -> Sequence[int]:
 def test_what_does_not_go_together_is_one_sentence(settings: dict[str, object], sentence: str) -> None:
     with pytest.raises(LoopformerError, match=sentence):
         DataConfig(**settings)  # type: ignore[arg-type]
-
-
-def test_wrong_names_and_sizes() -> None:
-    with pytest.raises(LoopformerError, match=r"There is no world 'cubs'; did you mean cups\?"):
-        World.open("cubs")
-    with pytest.raises(
-        LoopformerError, match=r"There is no settings file mine\.yaml; check the path, or choose cups"
-    ):
-        World.open("mine.yaml")
-    with pytest.raises(
-        LoopformerError, match=r"model\.context is 100, too short for data\.stories=cups; set it to 1"
-    ):
-        StoryLoader(opened("cups"), 100, 4)
-    with pytest.raises(LoopformerError, match="1 story or more, got 0"):
-        StoryWindows(opened("cups"), 160, 0)
-
-
-def changed(path: Path, *keys: str, to: object) -> str:
-    """A settings file in which one setting of cups is another; None takes it away."""
-    settings: Any = yaml.safe_load((FOLDER / "cups.yaml").read_text(encoding="utf-8"))
-    section = settings
-    for key in keys[:-1]:
-        section = section[key]
-    section[keys[-1]] = to
-    if to is None:
-        del section[keys[-1]]
-    path.write_text(yaml.safe_dump(settings, allow_unicode=True), encoding="utf-8")
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("keys", "to", "sentence"),
-    [
-        (["kind"], "village green", "kind must be one of"),
-        (["hops"], 0, "hops must be 1 or more"),
-        (["swaps"], 3, "Unknown setting .*swaps"),
-        (["words"], None, "words must be a mapping with person, cup"),
-        (["words", "cup"], None, "words lacks cup; add what is missing"),
-        (["words", "cup"], ["left", "far right"], r"words\.cup must be a list of single words"),
-        (["words", "cup"], ["left"], r"words\.cup needs 2 words or more"),
-        (["held_out"], 0.9, "held_out leaves fewer than two people"),
-        (["words", "cup"], ["left", "Mia"], "the word 'Mia' stands twice"),
-        (["words", "person"], ["Mia", "Ben"], r"words\.person must be lists of names by pronoun"),
-        (["templates", "swap"], None, "templates lacks swap; add what is missing"),
-        (["templates", "swap"], [], r"templates\.swap must be a list of sentences"),
-        (["templates", "swap"], ["{a} swaps {one}."], "of swap lacks {two}"),
-        (["templates", "glance"], ["{a} sees the {cop} cup."], "unknown slot {cop}; did you mean cup"),
-        (
-            ["templates", "glance"],
-            ["{a} sees {a.theirs} {cup} cup."],
-            "unknown form {a.theirs}; did you mean their",
-        ),
-        (["templates", "glance"], ["the {cup} cup shines."], "begins with a small letter"),
-        (["templates", "glance"], ["The {cup} cup shines"], "does not end like a sentence"),
-    ],
-)
-def test_a_wrong_settings_file_is_one_sentence(tmp_path: Path, keys: list[str], to: object, sentence: str) -> None:
-    with pytest.raises(LoopformerError, match=sentence):
-        World.open(changed(tmp_path / "mine.yaml", *keys, to=to))
-
-
-def test_a_world_of_ones_own(tmp_path: Path) -> None:
-    cups = ["north", "south", "east", "west"]
-    world = World.open(changed(tmp_path / "mine.yaml", "words", "cup", to=cups))
-    stories = world.stories(0, TRAIN, range(100), hops=3)
-    assert {world.tokenizer.decode([story.answer]) for story in stories} == set(cups)
-    assert {story.chance for story in stories} == {0.25}
-    assert world.index_hash != opened("cups").index_hash
-    data = open_data(DataConfig(stories=str(tmp_path / "mine.yaml")))
-    assert isinstance(data, World)
-    assert data.index_hash == world.index_hash

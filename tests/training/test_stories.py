@@ -64,11 +64,16 @@ def test_a_run_resumes_to_the_same_bits_and_its_model_is_whole(tmp_path: Path, t
     tokenizer = lm.need_tokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert lm.model.config.vocab == World.open("cups").vocab_size
-    with pytest.raises(LoopformerError, match=r"started with data\.stories = .*mine\.yaml, not cups"):
-        launch("stories", told(data__stories="cups"), moved, resume=True, quiet=True)
+    with pytest.raises(
+        LoopformerError, match=r"The data in data\.stories=cups is not what this run was trained on"
+    ):
+        launch(None, ["data.stories=cups"], moved, resume=True, quiet=True)
+    elsewhere = mine.rename(tmp_path / "elsewhere.yaml")
+    assert launch(None, [f"data.stories={elsewhere}"], moved, resume=True, quiet=True)["finished"]
+    elsewhere.rename(mine)
     mine.write_text(mine.read_text("utf-8").replace("laugh", "giggle"), "utf-8")
-    with pytest.raises(LoopformerError, match=r"The data in data\.stories=.* is not what this run was trained on"):
-        launch(None, [], moved, resume=True, quiet=True)
+    with pytest.raises(LoopformerError, match=r"The data in .*mine\.yaml is not what this run was trained on"):
+        launch(None, [f"data.stories={mine}"], moved, resume=True, quiet=True)
 
 
 def test_micro_batches_see_the_same_stories(tmp_path: Path, told: Small, mine: Path) -> None:

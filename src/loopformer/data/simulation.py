@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import cycle
 from typing import ClassVar, NamedTuple, Protocol
 
 from loopformer.data.phrasebook import PERSON, Words, WorldEvent
@@ -33,8 +34,8 @@ class HeldOutPairs:
     def __init__(self, people: Sequence[str], words: Iterable[str], share: float) -> None:
         order, count = list(people), round(share * len(people))
         random.Random("held-out pairs").shuffle(order)
-        rounds = (order[index % len(order)] for index in range(len(people) * count * 999))
-        self.pairs = frozenset((next(rounds), word) for word in words for _ in range(count))
+        turns = cycle(order)  # so that everybody has about as many pairs
+        self.pairs = frozenset((next(turns), word) for word in words for _ in range(count))
 
     def allows(self, person: str, word: str) -> bool:
         return (person, word) not in self.pairs

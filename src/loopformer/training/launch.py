@@ -50,7 +50,6 @@ from loopformer.training.trainer import Trainer, can_use_graphs, fused_precision
 FIXED_ON_RESUME = (
     "data.documents",
     "data.states",
-    "data.stories",
     "data.curriculum",
     "data.loss",
     "objective.trajectories",
