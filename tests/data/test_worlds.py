@@ -57,6 +57,7 @@ def changed(path: Path, *keys: str, to: object) -> str:
         (["templates", "swap"], None, "templates lacks swap; add what is missing"),
         (["templates", "swap"], [], r"templates\.swap must be a list of sentences"),
         (["templates", "swap"], ["{a} swaps {one}."], "of swap lacks {two}"),
+        (["templates", "glance"], ["{a} sees the {cup} and the {one} cup."], "of glance has {one}, which nothing"),
         (["templates", "glance"], ["{a} sees the {cop} cup."], "unknown slot {cop}; did you mean cup"),
         (
             ["templates", "glance"],

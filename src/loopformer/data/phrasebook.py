@@ -59,9 +59,10 @@ class Template:
 
 
 class Phrasebook:
-    """The sentences of a world. `slots` gives the kinds of words of each slot, `needed` the slots of each section.
+    """The sentences of a world.
 
-    `openings` and `questions` name the sections that begin and that end a story.
+    `slots` gives the kinds of words of each slot, `sections` the slots that the templates of each section must have
+    and, after a bar, may have. `openings` and `questions` name the sections that begin and that end a story.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Phrasebook:
         words: Words,
         people: Mapping[str, str],
         slots: Mapping[str, str],
-        needed: Mapping[str, str],
+        sections: Mapping[str, str],
         openings: Set[str],
         questions: Set[str],
         connectives: Sequence[str] = (),
@@ -86,7 +87,7 @@ class Phrasebook:
         every = sorted(literal | forms | {word for kind in words.values() for word in kind})
         self.vocab: dict[str, int] = {word: number for number, word in enumerate((*every, END_TOKEN))}
         self.templates = {
-            section: tuple(self._compile(text, section, needed.get(section, "").split()) for text in lines)
+            section: tuple(self._compile(text, section, sections[section]) for text in lines)
             for section, lines in templates.items()
         }
         self.stops = {self.vocab[mark] for mark in ".!?" if mark in self.vocab}
@@ -100,14 +101,17 @@ class Phrasebook:
         for person, pronoun in (*self._pronouns.items(), *self._capitals.items()):
             self.subjects.setdefault(pronoun, set()).add(person)
 
-    def _compile(self, text: str, section: str, needed: Sequence[str]) -> Template:
+    def _compile(self, text: str, section: str, expected: str) -> Template:
         pieces = [self._piece(piece, text) for piece in _PIECE.findall(text)]
         where = f"The template {text!r} of {section}"
         slots = {piece.name for piece in pieces if isinstance(piece, Gap)}
         begins = text.startswith("{a}")
         template = Template(text, tuple(pieces), begins, begins and "b" not in slots)
-        missing = [name for name in needed if name not in slots]
+        needed, _, optional = expected.partition("|")
+        missing = [name for name in needed.split() if name not in slots]
         require(not missing, f"{where} lacks {{{'}, {'.join(missing)}}}; add what is missing.")
+        unfilled = sorted(slots - {*needed.split(), *optional.split()})
+        require(not unfilled, f"{where} has {{{'}, {'.join(unfilled)}}}, which nothing fills there; leave it out.")
         starts_well = text.lstrip("“")[:1].isupper() or text.startswith(("{a}", "{b}", "{thing.An}"))
         require(starts_well, f"{where} begins with a small letter; begin it with a capital or a person.")
         ends_well = text.rstrip("”").endswith((".", "!", "?"))

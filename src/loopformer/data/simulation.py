@@ -52,14 +52,15 @@ class WorldState(Protocol):
 
 
 class Simulation(Protocol):
-    """Draws what happens. `slots` gives the kinds of each slot, `needed` the slots that each section must have.
+    """Draws what happens. `slots` gives the kinds of each slot, `sections` the slots that the templates of each
+    section must have and, after a bar, may have.
 
     `answers` are the kinds of answers that fill no slot, such as yes and no. `openings` and `questions` are the
     sections that begin and that end a story, `fewest` how many words of each kind there must be.
     """
 
     slots: ClassVar[Mapping[str, str]]
-    needed: ClassVar[Mapping[str, str]]
+    sections: ClassVar[Mapping[str, str]]
     answers: ClassVar[Sequence[str]]
     openings: ClassVar[Set[str]]
     questions: ClassVar[Set[str]]
@@ -103,13 +104,13 @@ class Cups:
     """The shell game: a ball under one of the cups, and swaps of two cups. A hop is a swap."""
 
     slots: ClassVar[Mapping[str, str]] = {"a": PERSON, "b": PERSON, "cup": "cup", "one": "cup", "two": "cup"}
-    needed: ClassVar[Mapping[str, str]] = {
-        "begin": "cup",
-        "exclude": "one two",
-        "swap": "one two",
-        "glance": "cup",
-        "chatter": "",
-        "where": "",
+    sections: ClassVar[Mapping[str, str]] = {
+        "begin": "cup | a b",
+        "exclude": "one two | a b",
+        "swap": "one two | a b",
+        "glance": "cup | a b",
+        "chatter": "| a b",
+        "where": "| a b",
     }
     answers: ClassVar[Sequence[str]] = ()
     openings: ClassVar[Set[str]] = {"begin", "exclude"}

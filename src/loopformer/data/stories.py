@@ -109,7 +109,7 @@ class World:
         slot_kinds = list(dict.fromkeys(kind for kinds in simulation.slots.values() for kind in kinds.split()))
         kinds = [*slot_kinds, *simulation.answers]
         self.words, people = _words(settings.get("words"), kinds, simulation.fewest, source)
-        templates = _templates(settings.get("templates"), list(simulation.needed), source)
+        templates = _templates(settings.get("templates"), list(simulation.sections), source)
         paired = chain.from_iterable(self.words[kind] for kind in slot_kinds if kind != PERSON)
         self.held_out = HeldOutPairs(self.words[PERSON], paired, self.settings.held_out)
         self.book = Phrasebook(
@@ -117,7 +117,7 @@ class World:
             self.words,
             people,
             simulation.slots,
-            simulation.needed,
+            simulation.sections,
             simulation.openings,
             simulation.questions,
             self.settings.connectives,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from loopformer.data.phrasebook import PERSON, Words, WorldEvent
 from loopformer.data.simulation import Draft, HeldOutPairs
@@ -202,8 +202,16 @@ class VillageState:
     }
 
 
+class Cast(NamedTuple):
+    """Who and what a story is about."""
+
+    people: list[str]
+    places: list[str]
+    boxes: list[str]
+
+
 class Village:
-    """Stories of a village, with a cast of a few people, places, things and boxes each."""
+    """Stories of a village, each about a few people, places, things and boxes."""
 
     slots: ClassVar[Mapping[str, str]] = {
         "a": PERSON,
@@ -213,7 +221,7 @@ class Village:
         "box": "box",
     }
     answers: ClassVar[Sequence[str]] = ("number", "truth")
-    needed: ClassVar[Mapping[str, str]] = {
+    sections: ClassVar[Mapping[str, str]] = {
         "be": "a place",
         "have": "a thing",
         "lie": "thing place",
@@ -251,13 +259,16 @@ class Village:
 
     def __init__(self, words: Words, pairs: HeldOutPairs, distractors: float) -> None:
         self._words, self._pairs, self._distractors = words, pairs.pairs, distractors
-        self._sections = [section for section, weight in ACTIONS.items() for _ in range(weight)]
+        self._actions = [section for section, weight in ACTIONS.items() for _ in range(weight)]
 
     def draw(self, rng: random.Random, hops: int, free: bool = False) -> Draft | None:
         draw, words = rng.random, self._words
-        people = rng.sample(words[PERSON], self.people)
-        places = rng.sample(words["place"], self.places)
-        boxes = rng.sample(words["box"], 1 + (draw() < 0.5))
+        cast = Cast(
+            rng.sample(words[PERSON], self.people),
+            rng.sample(words["place"], self.places),
+            rng.sample(words["box"], 1 + (draw() < 0.5)),
+        )
+        people, places, boxes = cast
         items = [*boxes, *rng.sample(words["thing"], 2 + (draw() < 0.5))]
         state, events = VillageState(set(boxes)), list[WorldEvent]()
 
@@ -286,13 +297,13 @@ class Village:
         last = end + 3  # the story goes on for a while if there is no question with this many hops yet
         for _ in range(12 * hops + 60):
             if len(events) >= end:
-                draft = self._ask(rng, state, events, hops, people, places, free)
+                draft = self._ask(rng, state, events, hops, cast, free)
                 if draft is not None or len(events) >= last:
                     return draft
                 end = len(events) + 1
-            section = self._sections[int(draw() * len(self._sections))]
+            section = self._actions[int(draw() * len(self._actions))]
             actor = people[int(draw() * len(people))]
-            fillers = self._propose(draw, state, section, actor, people, places, boxes)
+            fillers = self._propose(draw, state, section, actor, cast)
             if fillers is not None:
                 happen(section, fillers)
         return None
@@ -306,11 +317,10 @@ class Village:
         state: VillageState,
         section: str,
         actor: str,
-        people: Sequence[str],
-        places: Sequence[str],
-        boxes: Sequence[str],
+        cast: Cast,
     ) -> dict[str, str] | None:
         """The slots of something that the actor might do, or None if there is nothing."""
+        people, places, boxes = cast
         action = SYNONYMS.get(section, section)
         here, held = state.place[actor], state.held[actor]
         if action == "go":
@@ -355,13 +365,12 @@ class Village:
         state: VillageState,
         events: list[WorldEvent],
         hops: int,
-        people: Sequence[str],
-        places: Sequence[str],
+        cast: Cast,
         free: bool,
     ) -> Draft | None:
-        """A question with this many hops."""
+        """A question with this many hops, or None."""
         named = {word for _, slots in events for word in slots.values()}
-        asked = self._questions(rng, state, people, [place for place in places if place in named])
+        asked = self._questions(rng, state, cast.people, [place for place in cast.places if place in named])
         fitting = [question for question in asked if question[4].bit_count() == hops]
         if not fitting:
             return None
