@@ -1,6 +1,6 @@
 """What happens in a story, before it is told in words: the protocol of a simulation, and the shell game.
 
-    cups = Cups(words, HeldOutPairs(people, {"cup": cups}, share=0.1), distractors=0.15)
+    cups = Cups(words, HeldOutPairs(people, cups, share=0.1), distractors=0.15)
     cups.draw(random.Random(0), hops=3)          # Draft(events=[("begin", {"cup": "left"}), …], answer="right", …)
 
 A simulation draws events and a question whose answer follows from a wanted number of them, its hops. It knows
@@ -52,19 +52,14 @@ class WorldState(Protocol):
 
 
 class Simulation(Protocol):
-    """Draws what happens. `slots` gives the kinds of each slot, `sections` the slots that the templates of each
-    section must have and, after a bar, may have.
+    """Draws what happens."""
 
-    `answers` are the kinds of answers that fill no slot, such as yes and no. `openings` and `questions` are the
-    sections that begin and that end a story, `fewest` how many words of each kind there must be.
-    """
-
-    slots: ClassVar[Mapping[str, str]]
-    sections: ClassVar[Mapping[str, str]]
-    answers: ClassVar[Sequence[str]]
-    openings: ClassVar[Set[str]]
-    questions: ClassVar[Set[str]]
-    fewest: ClassVar[Mapping[str, int]]
+    slots: ClassVar[Mapping[str, str]]  # the kinds of words that each slot of a template stands for
+    sections: ClassVar[Mapping[str, str]]  # the slots that each section must have and, after a bar, may have
+    answers: ClassVar[Sequence[str]]  # the kinds of answers that no sentence names, such as yes and no
+    openings: ClassVar[Set[str]]  # the sections that begin a story
+    questions: ClassVar[Set[str]]  # the sections that end it
+    fewest: ClassVar[Mapping[str, int]]  # how many words of each kind there must be
 
     def __init__(self, words: Words, pairs: HeldOutPairs, distractors: float) -> None: ...
 
@@ -92,8 +87,9 @@ class CupsState:
             return True
         one, two = fillers.get("one"), fillers.get("two")
         if section == "exclude" and not self.ball and one != two:
-            (self.ball,) = (cup for cup in self._cups if cup not in (one, two))
-            return True
+            others = [cup for cup in self._cups if cup not in (one, two)]
+            self.ball = others[0]
+            return len(others) == 1
         if section == "swap" and self.ball and one and two and one != two:
             self.ball = {one: two, two: one}.get(self.ball, self.ball)
             return True
