@@ -1,5 +1,5 @@
-"""A wheel builds, holds presets, worlds, the model in the box, the templates of a report and the page, and works away
-from the source tree."""
+"""A wheel builds, holds presets, worlds, the model in the box, the templates of a report and the page, and works
+away from the source tree."""
 
 import json
 import subprocess
