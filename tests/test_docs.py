@@ -103,6 +103,7 @@ def _furnish(page: str) -> None:
         tokenizer.save(Path("runs") / name)
     if page == "docs/evaluation.md":
         save_model(LoopedLM(ModelConfig(loops=5, context=17, vocab=7, **sizes)), "runs/s3")
+        save_model(LoopedLM(ModelConfig(loops=6, context=160, vocab=186, **sizes)), "runs/cups")
     if page == "docs/huggingface.md":
         from loopformer.hf.export import export
 
@@ -152,6 +153,7 @@ SHORTER = {  # options that are added to the commands of a verb, so that they ta
     "chat": "--max-tokens 4",
     "eval": "",
     "eval states": "--sequences 16",
+    "eval stories": "--stories 2",
     "eval text": "--max-tokens 300",
     "export": "",
     "generate": "--max-tokens 4",
@@ -292,6 +294,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "news.jsonl": line,
         "chats.jsonl": questions,
         "questions.txt": "Hello\n",
+        "mine.yaml": (ROOT / "src/loopformer/data/worlds/cups.yaml").read_text(encoding="utf-8"),
         "prompts.jsonl": json.dumps({"prompt": "Once upon a time"}) + "\n",
     }.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -304,6 +307,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "prepare chats.jsonl --out data/chats --supervised --tokenizer data/mine --workers 1 --val-fraction 0.2",
         f"train elastic data.path=data/mine training.steps=1 {tiny} --out runs/mine",
         "train states training.steps=1 training.batch=2 --out runs/s3",
+        "train stories training.steps=1 training.batch=2 training.validation_windows=2 --out runs/cups",
     ):
         with chdir(folder):
             result = CliRunner().invoke(app, words.split(), catch_exceptions=False)

@@ -1,5 +1,5 @@
-"""A wheel builds, holds presets, the model in the box, the templates of a report and the page, and works away from
-the source tree."""
+"""A wheel builds, holds presets, worlds, the model in the box, the templates of a report and the page, and works
+away from the source tree."""
 
 import json
 import subprocess
@@ -36,7 +36,8 @@ def test_a_wheel_works_on_its_own(tmp_path: Path) -> None:
     )
     file, presets, html, markdown = json.loads(done.stdout)
     assert file.startswith(str(target))
-    for folder in (Path("loopformer", "serving", "page"), Path("loopformer", "box")):
+    for name in ("serving/page", "box", "data/worlds"):
+        folder = Path("loopformer", name)
         assert {file.name: file.stat().st_size for file in (ROOT / "src" / folder).iterdir() if file.is_file()} == {
             file.name: file.stat().st_size for file in (target / folder).iterdir() if file.is_file()
         }

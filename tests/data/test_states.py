@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from loopformer.config import DataConfig
+from loopformer.data.generated import open_data
 from loopformer.data.loader import IGNORE_INDEX
 from loopformer.data.states import (
     GROUPS,
@@ -17,7 +18,6 @@ from loopformer.data.states import (
     StateLoader,
     StateWindows,
     cycles,
-    open_data,
 )
 from loopformer.errors import LoopformerError
 

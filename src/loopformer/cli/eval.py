@@ -1,4 +1,4 @@
-"""`loopformer eval text`, `eval tasks`, `eval states`: measure a model at each budget.
+"""`loopformer eval text`, `eval tasks`, `eval states`, `eval stories`: measure a model at each budget.
 
 If lm-evaluation-harness is on another machine than the model, tasks take three steps: write the requests to a file
 (--export-requests), answer them (--score-requests), and compute the metrics (--aggregate).
@@ -68,14 +68,18 @@ class EvalGroup(VerbGroup):
 def _with_subcommand(args: list[str]) -> list[str]:
     """The arguments of an `eval` without a subcommand, with the subcommand that they imply."""
     from loopformer.evaluation.states import trained_group
+    from loopformer.evaluation.stories import trained_world
 
     parts = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
     if _TASK_OPTIONS.intersection(parts):
         require("--text" not in parts, "Texts and tasks are two commands: `eval text` and `eval tasks`.")
         return ["tasks", *args]
     named = [value for option, value in pairwise(parts) if option in ("--model", "-m")]
-    if "--states" in parts or ("--text" not in parts and trained_group(named[-1] if named else BOX)):
+    source = named[-1] if named else BOX
+    if "--states" in parts or ("--text" not in parts and trained_group(source)):
         return ["states", *(word.replace("--states", "--group", 1) for word in args)]
+    if "--text" not in parts and trained_world(source):
+        return ["stories", *args]
     return ["text", *args]
 
 
@@ -251,6 +255,57 @@ def eval_states(
         _show_states(tracking)
 
 
+@evaluate.command("stories", cls=Verb)
+@stoppable(_STOPPED)
+def eval_stories(
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    world: Annotated[str | None, typer.Option(help="A world or its .yaml. Default: that of the run.")] = None,
+    budgets: Annotated[str | None, typer.Option(help="Loops: 1,2,4,8; 1 to L by default.")] = None,
+    trajectory: TrajectoriesOption = None,
+    beyond: Annotated[bool, typer.Option("--beyond", help="Allow more loops than L.")] = False,
+    stories: Annotated[int, typer.Option(help="Number of stories for each number of hops.")] = 500,
+    generate: Annotated[int, typer.Option(help="Also continue so many stories and count contradictions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the stories.")] = 0,
+    figure: Annotated[Path | None, typer.Option(help="Draw the accuracies: a .png, .pdf or .svg.")] = None,
+    batch_tokens: BatchTokens = 8192,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    out: OutFile = None,
+    as_json: Json = False,
+) -> None:
+    """Measure stories: how many facts a model can chain to answer a question.
+
+    Example: loopformer eval stories runs/cups --budgets 1,2,4,6 --figure hops.png
+    """
+    from loopformer.data.stories import World
+    from loopformer.evaluation.loaded import LoadedModel
+    from loopformer.evaluation.stories import answer_stories, continue_stories, story_figure, trained_world
+    from loopformer.plots import check_drawing, save
+
+    source = the_model(model, model_option)
+    if (world := world or trained_world(source)) is None:
+        raise LoopformerError(f"{source} was not trained on stories; name a world with --world, such as cups.")
+    if figure is not None:
+        check_drawing(figure)
+    with output_file(out), output_file(figure, "--figure"), progress("stories") as report:
+        loaded = LoadedModel.open(source, device, dtype)
+        all_budgets = range(1, loaded.model.config.loops + 1)
+        trajectories = loaded.trajectories(budgets, trajectory or (), default=all_budgets, beyond=beyond)
+        opened, tokenizer = World.open(world), loaded.lm.tokenizer
+        require(
+            tokenizer is not None and tokenizer.hash == opened.tokenizer.hash,
+            f"The model's tokens are not the words of {world}; name the world it was trained on.",
+        )
+        answers = answer_stories(loaded.model, opened, trajectories, stories, seed, batch_tokens, report)
+        if generate:
+            answers["continued"] = continue_stories(loaded.lm, opened, trajectories, generate, seed)
+        if figure is not None:
+            save(story_figure(answers), figure)
+    if write_results({"model": source, "weights": loaded.weights, "stories": answers}, out, as_json):
+        _show_stories(answers)
+
+
 def _thresholds(certainty: str | None) -> list[float]:
     from loopformer.evaluation.early_exit import check_threshold
 
@@ -358,6 +413,33 @@ def _show_states(tracking: dict[str, Any]) -> None:
         }
         for row in tracking["certainty"]
     )
+
+
+def _show_stories(answers: dict[str, Any]) -> None:
+    """Print a table of accuracies by number of hops, first of chance, then per trajectory."""
+    typer.echo(
+        f"stories of {answers['world']}, {answers['stories']:,} for each number of hops, seed {answers['seed']}, "
+        f"{answers['dtype']} on {answers['device']}; accuracy in percent by hops"
+    )
+
+    def cells(budget: str, schedule: str, accuracy: list[float]) -> dict[str, str]:
+        by_hops = {str(hops): f"{100 * value:.1f}" for hops, value in zip(answers["hops"], accuracy, strict=True)}
+        mean = sum(accuracy) / len(accuracy)
+        return {"budget": budget, "schedule": schedule, **by_hops, "mean": f"{100 * mean:.1f}"}
+
+    rows = answers["trajectories"]
+    chance = cells("chance", "", answers["chance"])
+    show_table([chance, *(cells(str(row["budget"]), _schedule(row), row["accuracy"]) for row in rows)])
+    if answers["held_out_pairs"]:
+        typer.echo(f"\nthe same with one of {answers['held_out_pairs']} pairs that training keeps apart")
+        show_table(cells(str(row["budget"]), _schedule(row), row["held_out_accuracy"]) for row in rows)
+    if continued := answers.get("continued"):
+        typer.echo(f"\n{continued[0]['stories']:,} stories continued: sentences that contradict the story so far")
+        names = ("sentences", "unreadable", "contradictions")
+        show_table(
+            {"budget": str(row["budget"]), "schedule": _schedule(row), **{name: f"{row[name]:,}" for name in names}}
+            for row in continued
+        )
 
 
 def _show_tasks(results: dict[str, Any]) -> None:

@@ -224,6 +224,7 @@ def check_at_most_one(options: Mapping[str, object]) -> None:
 def text_of_model(model: str) -> str:
     """The text to measure on without --text: the validation split of the data that a run was trained on."""
     from loopformer.evaluation.states import trained_group
+    from loopformer.evaluation.stories import trained_world
     from loopformer.evaluation.text import default_text
     from loopformer.loading.folder import run_folder_of
 
@@ -233,6 +234,11 @@ def text_of_model(model: str) -> str:
         raise LoopformerError(
             f"{model} was trained on words over {group}, not on text; give a text with --text, or measure it on "
             f"its own task with loopformer eval states {model}."
+        )
+    if world := trained_world(model):
+        raise LoopformerError(
+            f"{model} was trained on stories of {world}, not on text; give a text with --text, or measure it on "
+            f"its own questions with loopformer eval stories {model}."
         )
     if run_folder_of(model) is not None:
         raise FileProblem(

@@ -42,19 +42,32 @@ GROUP_ORDERS: dict[GroupName, int] = {"S3": 6, "A5": 60, "S5": 120}
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to train on: prepared tokens, or random words over a group (the state-tracking task)."""
+    """What to train on: prepared tokens, random words over a group, or stories of a small world."""
 
     path: str = setting("data", "The folder that `loopformer prepare` wrote.")
     documents: bool = setting(False, "Mask attention and restart positions at document borders.")
     prepare: str | None = setting(None, "A source to prepare into path if the folder is not there.")
     train_tokenizer: int | None = setting(None, "Vocabulary size of a tokenizer to train on that source.")
     states: GroupName | None = setting(None, "Track states of this group instead of reading text.")  # noqa: RUF009
+    stories: str | None = setting(None, "Tell stories of this world instead: its name or file.")
+    loss: Literal["answers", "text"] = setting(
+        "answers", "What stories train: their answers, or all of their text."
+    )
+    curriculum: float = setting(0.4, "Share of the steps until stories have all hops.", minimum=0, maximum=1)
 
     def __post_init__(self) -> None:
         check_settings(self, "data")
+        both = "data.states and data.stories exclude each other; leave one of them out."
+        require(self.states is None or self.stories is None, both)
         for name in ("documents", "prepare", "train_tokenizer"):
-            is_unused = self.states is None or not getattr(self, name)
-            require(is_unused, f"data.{name} applies to text, not to data.states; leave one of them out.")
+            is_unused = not self.is_generated or not getattr(self, name)
+            source = "data.stories" if self.states is None else "data.states"
+            require(is_unused, f"data.{name} applies to text, not to {source}; leave one of them out.")
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether the data is drawn, so that nothing is read from `path`."""
+        return self.states is not None or self.stories is not None
 
 
 @dataclass(frozen=True)

@@ -4,4 +4,5 @@ from loopformer.data.prepare import prepare         # text → shards
 from loopformer.data.shards import TokenData        # shards → memory-mapped tokens
 from loopformer.data.loader import Loader           # tokens → batches
 from loopformer.data.tokenizer import Tokenizer     # text ↔ ids, chats → examples
+from loopformer.data.generated import open_data     # these tokens, or words and stories that are drawn
 """

@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,25 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The batch on a device; copies from pinned memory do not wait."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+
+class TrainingBatches(Protocol):
+    """The training batches of a run, by step."""
+
+    def batch(self, step: int, rows: Sequence[int] | None = None) -> Batch:
+        """The global batch of a step, or some of its rows."""
+
+    def epoch(self, step: int) -> float:
+        """How often the data has been seen before a step."""
+
+
+class ValidationBatches(Protocol):
+    """Numbered rows for validation."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, start: int, stop: int) -> Batch:
+        """Rows start:stop."""
 
 
 class Windows:

@@ -29,9 +29,8 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from loopformer.config.run import DataConfig, GroupName
+from loopformer.config.run import GroupName, RunConfig
 from loopformer.data.loader import IGNORE_INDEX, Batch, mix, stream_key
-from loopformer.data.shards import TokenData
 from loopformer.data.tokenizer import END_TOKEN, Tokenizer
 from loopformer.errors import LoopformerError, nearest, require
 
@@ -97,6 +96,11 @@ class Group:
         return Tokenizer(library.to_str(), f"the tokenizer of {self.name}")
 
     @property
+    def setting(self) -> str:
+        """The setting that trains on these words."""
+        return f"data.states={self.name}"
+
+    @property
     def vocab_size(self) -> int:
         """The elements and the end token."""
         return len(self) + 1
@@ -105,6 +109,14 @@ class Group:
     def tokens(self) -> int:
         """Tokens on disk, as in `TokenData`. There are none: words are drawn and never stored."""
         return 0
+
+    def loader(self, run: RunConfig) -> StateLoader:
+        """The training batches of a run."""
+        return StateLoader(self, run.model.context, run.training.batch, run.training.seed)
+
+    def windows(self, run: RunConfig) -> StateWindows:
+        """The validation words of a run."""
+        return StateWindows(self, run.model.context, run.training.validation_windows)
 
     def batch(self, words: WordIds) -> Batch:
         """Inputs (the end token, then the word) and the product at each position: both [B, T + 1]."""
@@ -155,11 +167,6 @@ class StateLoader:
     def epoch(self, step: int) -> float:
         """Always 0: no word is repeated."""
         return 0.0
-
-
-def open_data(config: DataConfig) -> TokenData | Group:
-    """What a run trains on: the training split of a prepared folder, or a group's words."""
-    return TokenData.open(config.path, "train") if config.states is None else Group.named(config.states)
 
 
 def word_length(context: int) -> int:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loopformer.config import load_run
+from loopformer.config import DataConfig, load_run
 from loopformer.data.states import TEST, Group, StateWindows, word_length
 from loopformer.errors import RunFailed, require
 from loopformer.evaluation.early_exit import early_exit
@@ -44,10 +44,16 @@ MIN_TRACKED_ACCURACY = 0.95  # a prefix is tracked if every position in it reach
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999)
 
 
+def trained_on(model: str | Path) -> DataConfig | None:
+    """The data settings of a run, or of a checkpoint of one; None for any other model."""
+    settings = (run_folder_of(model) or resolve_model_path(model)) / SETTINGS
+    return load_run(settings)[0].data if settings.is_file() else None
+
+
 def trained_group(model: str | Path) -> str | None:
     """The group whose states a run, or a checkpoint of one, was trained to track; None for any other model."""
-    settings = (run_folder_of(model) or resolve_model_path(model)) / SETTINGS
-    return load_run(settings)[0].data.states if settings.is_file() else None
+    data = trained_on(model)
+    return None if data is None else data.states
 
 
 @torch.no_grad()
@@ -121,6 +127,11 @@ def track_states(
 def _is_correct(model: LoopedLM, group: Group, hidden: Tensor, labels: Tensor) -> BoolArray:
     """Whether the most likely element is the label [B, T], from hidden [B, T, D] after the final norm."""
     logits = model.head(hidden)[..., : len(group)]  # only elements can be answers; the end token cannot
+    return is_most_likely(logits, labels)
+
+
+def is_most_likely(logits: Tensor, labels: Tensor) -> BoolArray:
+    """Whether each label is the most likely of its logits [..., V]."""
     if not bool(logits.isfinite().all()):
         raise RunFailed("The model's output is not a number; check its weights and dtype.")
     return (logits.argmax(-1) == labels).cpu().numpy()
@@ -137,11 +148,13 @@ def summarize_answers(correct: BoolArray) -> dict[str, Any]:
     }
 
 
+def trajectory_label(row: dict[str, Any]) -> str:
+    """The name of a result's trajectory in figures: `M = 2` if its steps are equal."""
+    return f"M = {row['budget']}" if row["trajectory"] == str(row["budget"]) else str(row["trajectory"])
+
+
 def state_figure(tracking: dict[str, Any]) -> Figure:
     """Accuracy by position, a row for each trajectory."""
-    rows = {
-        f"M = {row['budget']}" if row["trajectory"] == str(row["budget"]) else row["trajectory"]: row["accuracy"]
-        for row in tracking["trajectories"]
-    }
+    rows = {trajectory_label(row): row["accuracy"] for row in tracking["trajectories"]}
     title = f"Products over {tracking['group']}, {tracking['sequences']:,} words, chance {tracking['chance']:.3f}"
     return grid_figure(rows, label="accuracy", xlabel="position in the word", title=title)

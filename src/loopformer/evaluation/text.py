@@ -167,7 +167,7 @@ def default_text(model: str | Path) -> str | None:
     if (run := run_folder_of(model)) is None:
         return None
     data = load_run(run / SETTINGS)[0].data
-    folder = data_folder(run, data.path) if data.states is None else None
+    folder = None if data.is_generated else data_folder(run, data.path)
     if folder is None:
         return None
     here = Path.cwd()

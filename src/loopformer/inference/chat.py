@@ -59,7 +59,7 @@ def was_tuned_to_answer(model: str | Path) -> bool | None:
         return isinstance(source, dict) and TUNED in source
     try:
         settings = load_run(run / SETTINGS)[0].data
-        if settings.states is not None:
+        if settings.is_generated:
             return False
         data = data_folder(run, settings.path)
         return None if data is None else bool(read_index(data / INDEX_FILE)["settings"]["supervised"])

@@ -30,10 +30,10 @@ from loopformer.config import (
     run_to_mapping,
     with_expected_vocab,
 )
+from loopformer.data.generated import Generated, open_data
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import INDEX_FILE, TokenData, is_prepared
 from loopformer.data.splits import SPLITS
-from loopformer.data.states import Group, open_data
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import explain_write_errors, lock_folder, read_yaml
@@ -49,6 +49,8 @@ from loopformer.training.trainer import Trainer, can_use_graphs, fused_precision
 FIXED_ON_RESUME = (
     "data.documents",
     "data.states",
+    "data.curriculum",
+    "data.loss",
     "objective.trajectories",
     "objective.consistency",
     "objective.draws",
@@ -86,7 +88,7 @@ def launch(
             ranks.wait()  # the other ranks would open data that the main rank is still preparing
             _check_default_data(run, user_keys)
             run = _complete_model(run, user_keys, open_data(run.data))
-        if ranks.is_main and run.data.states is None:
+        if ranks.is_main and not run.data.is_generated:
             for split in SPLITS:
                 TokenData.open(run.data.path, split).verify(changed_only=True, say=say)
         ranks.wait()  # no rank trains on data that the main rank has not verified
@@ -160,12 +162,16 @@ def _with_absolute_paths(run: RunConfig) -> RunConfig:
     start = run.init_from
     if start is not None and Path(start).exists():  # it may be a Hub id
         start = os.path.abspath(start)
-    return replace(run, data=replace(run.data, path=os.path.abspath(run.data.path)), init_from=start)
+    stories = run.data.stories
+    if stories is not None and Path(stories).is_file():  # it may be the name of a world
+        stories = os.path.abspath(stories)
+    data = replace(run.data, path=os.path.abspath(run.data.path), stories=stories)
+    return replace(run, data=data, init_from=start)
 
 
 def _has_data(run: RunConfig) -> bool:
-    """Whether the data can be opened. Words for state tracking are generated, but tokens must be prepared."""
-    return run.data.states is not None or is_prepared(run.data.path)
+    """Whether the data can be opened. Words and stories are generated, but tokens must be prepared."""
+    return run.data.is_generated or is_prepared(run.data.path)
 
 
 def _check_default_data(run: RunConfig, user_keys: set[str]) -> None:
@@ -179,7 +185,7 @@ def _check_default_data(run: RunConfig, user_keys: set[str]) -> None:
     )
 
 
-def _complete_model(run: RunConfig, user_keys: set[str], data: TokenData | Group) -> RunConfig:
+def _complete_model(run: RunConfig, user_keys: set[str], data: TokenData | Generated) -> RunConfig:
     """The run with the model settings of its starting model, or else with the vocabulary of its data."""
     if run.init_from is not None:
         model, tokenizer_folder = find_config(run.init_from)
@@ -200,7 +206,7 @@ def _with_starting_model(run: RunConfig, user_keys: set[str], model: ModelConfig
     return replace(run, model=model)
 
 
-def _check_same_tokenizer(tokenizer_folder: Path | None, model: ModelConfig, data: TokenData | Group) -> None:
+def _check_same_tokenizer(tokenizer_folder: Path | None, model: ModelConfig, data: TokenData | Generated) -> None:
     """Refuse a starting model with other token ids than the data."""
     if tokenizer_folder is None and data.vocab_size != model.vocab:
         raise LoopformerError(
@@ -209,8 +215,8 @@ def _check_same_tokenizer(tokenizer_folder: Path | None, model: ModelConfig, dat
         )
     if tokenizer_folder is not None and Tokenizer.load(tokenizer_folder).hash != data.tokenizer.hash:
         remedy = f"prepare it again with --tokenizer {tokenizer_folder / 'tokenizer.json'}"
-        if isinstance(data, Group):
-            remedy = f"start from a model that was trained with data.states={data.name}, or leave init_from out"
+        if not isinstance(data, TokenData):
+            remedy = f"start from a model that was trained with {data.setting}, or leave init_from out"
         raise LoopformerError(
             f"The data was made with another tokenizer than the model in {tokenizer_folder}; {remedy}."
         )

@@ -29,9 +29,17 @@ from torch import Tensor
 from loopformer.config import RunConfig, run_to_yaml
 from loopformer.config.model import check_settings, from_mapping, setting
 from loopformer.config.run import validation_budgets
-from loopformer.data.loader import IGNORE_INDEX, Batch, Loader, Prefetcher, Windows
+from loopformer.data.generated import Generated, open_data
+from loopformer.data.loader import (
+    IGNORE_INDEX,
+    Batch,
+    Loader,
+    Prefetcher,
+    TrainingBatches,
+    ValidationBatches,
+    Windows,
+)
 from loopformer.data.shards import TokenData
-from loopformer.data.states import Group, StateLoader, StateWindows, open_data
 from loopformer.device import available_bytes, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import read_json, write_atomic
@@ -189,14 +197,15 @@ class Trainer:
         state.micro_batch_found = not isinstance(training.micro_batch, int)
         state.world, state.device, state.execution_mode = setup
 
-    def _restore_state(self, checkpoint: Path, data: TokenData | Group) -> TrainingState:
+    def _restore_state(self, checkpoint: Path, data: TokenData | Generated) -> TrainingState:
         state = TrainingState.read(checkpoint, self.run)
         if read_config(checkpoint) != self.run.model:
             settings, saved = self.out / SETTINGS, checkpoint / SETTINGS
             raise FileProblem(f"{settings} has other model settings than {saved}; copy that file over it.")
         if state.data != data.index_hash:
+            name = self.run.data.path if isinstance(data, TokenData) else data.setting
             raise LoopformerError(
-                f"The data in {self.run.data.states or self.run.data.path} is not what this run was trained on; "
+                f"The data in {name} is not what this run was trained on; "
                 "restore it, or start a new run with init_from."
             )
         if self.ranks.device.type == "cpu" and self.run.training.threads is None:
@@ -402,7 +411,7 @@ class Trainer:
 
 @torch.no_grad()
 def validate(
-    parallel: Parallel, windows: Windows | StateWindows, budgets: list[int], rows: int, run: RunConfig
+    parallel: Parallel, windows: ValidationBatches, budgets: list[int], rows: int, run: RunConfig
 ) -> dict[int, float]:
     """Mean cross-entropy per token at each budget. The number of ranks does not change the windows.
 
@@ -432,12 +441,11 @@ def validate(
     return {budget: float(total[index] / total[-1]) for index, budget in enumerate(budgets)}
 
 
-def open_loaders(run: RunConfig, data: TokenData | Group) -> tuple[Loader | StateLoader, Windows | StateWindows]:
+def open_loaders(run: RunConfig, data: TokenData | Generated) -> tuple[TrainingBatches, ValidationBatches]:
     """The batches of a run for training, and the windows for validation."""
+    if not isinstance(data, TokenData):
+        return data.loader(run), data.windows(run)
     context, training, documents = run.model.context, run.training, run.data.documents
-    if isinstance(data, Group):
-        windows = StateWindows(data, context, training.validation_windows)
-        return StateLoader(data, context, training.batch, training.seed), windows
     held_out = TokenData.open(run.data.path, "val")
     loader = Loader(data, context, training.batch, training.seed, documents)
     return loader, Windows(held_out, context, training.validation_windows, documents)

@@ -1,0 +1,54 @@
+"""Data that is drawn rather than read: what a group's words and a world's stories have in common.
+
+data = open_data(run.data)                   # the tokens of a prepared folder, a Group or a World
+isinstance(data, TokenData)                  # or else it is Generated
+data.loader(run).batch(step=7); data.windows(run).batch(0, 8)
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from loopformer.config.run import DataConfig, RunConfig
+from loopformer.data.loader import TrainingBatches, ValidationBatches
+from loopformer.data.shards import TokenData
+from loopformer.data.states import Group
+from loopformer.data.stories import World
+from loopformer.data.tokenizer import Tokenizer
+
+
+class Generated(Protocol):
+    """A source of training rows that needs nothing on disk."""
+
+    @property
+    def setting(self) -> str:
+        """The setting that trains on this data, as in `data.states=S3`."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on disk, as in `TokenData`: none."""
+
+    @property
+    def index_hash(self) -> str:
+        """Identifies the data in checkpoints."""
+
+    def loader(self, run: RunConfig) -> TrainingBatches:
+        """The training batches of a run."""
+
+    def windows(self, run: RunConfig) -> ValidationBatches:
+        """The validation rows of a run."""
+
+
+def open_data(config: DataConfig) -> TokenData | Generated:
+    """What a run trains on: the training split of a prepared folder, a group's words or a world's stories."""
+    if config.states is not None:
+        return Group.named(config.states)
+    if config.stories is not None:
+        return World.open(config.stories)
+    return TokenData.open(config.path, "train")

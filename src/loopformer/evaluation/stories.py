@@ -1,0 +1,165 @@
+"""Stories: how many facts a model can chain at each budget.
+
+    answers = answer_stories(loaded.model, World.open("cups"), [Trajectory.uniform(m) for m in (1, 2, 4, 6)])
+    answers["trajectories"][0]["accuracy"]           # by number of hops along the first trajectory
+    answers["trajectories"][0]["held_out_accuracy"]  # the same on stories with a held-out pair
+    continue_stories(loaded.lm, World.open("cups"), …) # do continuations contradict themselves?
+
+Test stories come from random streams that training never sees (data/stories.py). Every number of hops has as many
+stories. The model's answer is the most likely token after the question. Right answers are counted, so that standard
+errors can be computed: √(p(1-p)/stories) for an accuracy p.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from loopformer.data.loader import IGNORE_INDEX
+from loopformer.data.states import TEST
+from loopformer.data.stories import HELD_OUT, StoryWindows, World
+from loopformer.errors import require
+from loopformer.evaluation.states import is_most_likely, trained_on, trajectory_label
+from loopformer.evaluation.store import ReportProgress, device_and_dtype
+from loopformer.lm import LM, GenerateOptions
+from loopformer.model import LoopedLM
+from loopformer.plots import grid_figure
+from loopformer.scoring import BATCH_TOKENS, TrajectoryTree
+from loopformer.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STORIES = 500  # for each number of hops
+
+
+def trained_world(model: str | Path) -> str | None:
+    """The world whose stories a run, or a checkpoint of one, was trained on; None for any other model."""
+    data = trained_on(model)
+    return None if data is None else data.stories
+
+
+def answer_stories(
+    model: LoopedLM,
+    world: World,
+    trajectories: Sequence[Trajectory],
+    stories: int = STORIES,
+    seed: int = 0,
+    batch_tokens: int = BATCH_TOKENS,
+    report: ReportProgress | None = None,
+) -> dict[str, Any]:
+    """Right answers and accuracy by number of hops along each trajectory, and by kind of answer."""
+    require(stories >= 1, f"--stories must be 1 or more, got {stories}.")
+    require(seed >= 0, f"--seed must be 0 or more, got {seed}.")
+    streams = {"": TEST, "held_out_": HELD_OUT} if world.held_out.pairs else {"": TEST}
+    # Stories of all hops take turns, so the answers of a stream lie in a grid [stories, hops].
+    shape = (stories, world.hops)
+    found = {
+        name: _right_answers(model, world, trajectories, shape, seed, stream, batch_tokens, report)
+        for name, stream in streams.items()
+    }
+    windows = StoryWindows(world, model.config.context, stories * world.hops, seed, TEST)
+    told = windows.stories(0, len(windows))
+    chance = np.reshape([story.chance for story in told], shape)
+    kinds = np.array([story.kind for story in told])
+    return {
+        "world": world.source,
+        "stories": stories,
+        "hops": list(range(1, world.hops + 1)),
+        "chance": chance.mean(0).tolist(),
+        "kinds": {kind: int((kinds == kind).sum()) for kind in dict.fromkeys(kinds.tolist())},
+        "held_out_pairs": len(world.held_out.pairs),
+        "seed": seed,
+        **device_and_dtype(model),
+        "trajectories": [
+            {
+                "budget": trajectory.budget,
+                "trajectory": str(trajectory),
+                "flops_per_token": model.cost.forward_flops(trajectory.budget, model.config.context),
+                "mean_accuracy": float(found[""][trajectory].mean()),
+                **{f"{name}right": right[trajectory].sum(0).tolist() for name, right in found.items()},
+                **{f"{name}accuracy": right[trajectory].mean(0).tolist() for name, right in found.items()},
+                "right_by_kind": {
+                    kind: int(found[""][trajectory].ravel()[kinds == kind].sum())
+                    for kind in dict.fromkeys(kinds.tolist())
+                },
+            }
+            for trajectory in trajectories
+        ],
+    }
+
+
+@torch.no_grad()
+def _right_answers(
+    model: LoopedLM,
+    world: World,
+    trajectories: Sequence[Trajectory],
+    shape: tuple[int, int],
+    seed: int,
+    stream: int,
+    batch_tokens: int,
+    report: ReportProgress | None,
+) -> dict[Trajectory, np.ndarray[Any, np.dtype[np.bool_]]]:
+    """Whether the model answers each story of a stream correctly along each trajectory, [stories, hops]."""
+    tree, context = TrajectoryTree(model, trajectories), model.config.context
+    windows = StoryWindows(world, context, shape[0] * shape[1], seed, stream)
+    correct = {trajectory: np.zeros(len(windows), bool) for trajectory in tree.trajectories}
+    rows = max(1, batch_tokens // context)
+    for start in range(0, len(windows), rows):
+        batch = windows.batch(start, start + rows).to(model.device)
+        is_target = batch.targets != IGNORE_INDEX
+        is_answer = is_target & (is_target.cumsum(1) == 1)  # the end token comes second
+        part = slice(start, start + len(batch))
+        for trajectory, hidden in tree.run(batch.inputs):
+            logits = model.head(hidden[is_answer])[:, : world.vocab_size]
+            correct[trajectory][part] = is_most_likely(logits, batch.targets[is_answer])
+        if report:
+            name = "held-out pairs" if stream == HELD_OUT else "stories"
+            report(f"{name} of {world.source}", part.stop, len(windows))
+    return {trajectory: right.reshape(shape) for trajectory, right in correct.items()}
+
+
+def continue_stories(
+    lm: LM, world: World, trajectories: Sequence[Trajectory], stories: int, seed: int = 0
+) -> list[dict[str, Any]]:
+    """How many sentences contradict the story so far, when the model continues test stories along each trajectory.
+
+    Each test story is cut after its opening and continued with random draws up to a question. Sentences are read
+    back by the templates of the world, and those of no template are counted apart. Only a model trained with
+    data.loss=text can tell stories.
+    """
+    require(stories >= 1, f"--generate must be 1 or more, got {stories}.")
+    context = lm.model.config.context
+    told = StoryWindows(world, context, stories, seed, TEST).stories(0, stories)
+    openings = [story.ids[: world.opening(story.ids)] for story in told]
+    prompts = [world.tokenizer.decode(ids) for ids in openings]
+    rows = []
+    for trajectory in trajectories:
+        options: GenerateOptions = {
+            "max_tokens": context - max(map(len, openings)),
+            "temperature": 1.0,
+            "seed": seed,
+        }
+        results = lm.generate(prompts, trajectory=trajectory, **options)
+        counts = Counter[str]()
+        for opening, result in zip(openings, results, strict=True):
+            for reading in world.read_on(opening, result.ids):
+                counts["sentences"] += 1
+                counts["unreadable"] += reading.event is None
+                counts["contradictions"] += reading.event is not None and not reading.is_possible
+        row = {"budget": trajectory.budget, "trajectory": str(trajectory), "stories": stories}
+        rows.append(row | {name: counts[name] for name in ("sentences", "unreadable", "contradictions")})
+    return rows
+
+
+def story_figure(answers: dict[str, Any]) -> Figure:
+    """Accuracy by number of hops, a row for chance and one for each trajectory."""
+    rows = {"chance": answers["chance"]}
+    rows |= {trajectory_label(row): row["accuracy"] for row in answers["trajectories"]}
+    title = f"Stories of {answers['world']}, {answers['stories']:,} for each number of hops"
+    return grid_figure(rows, label="accuracy", xlabel="hops", title=title)
