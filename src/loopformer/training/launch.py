@@ -51,6 +51,8 @@ FIXED_ON_RESUME = (
     "data.documents",
     "data.states",
     "data.stories",
+    "data.story_rows",
+    "data.story_loss",
     "data.curriculum",
     "objective.trajectories",
     "objective.consistency",
