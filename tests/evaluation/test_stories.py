@@ -11,6 +11,7 @@ from loopformer.data.states import TEST
 from loopformer.data.stories import HELD_OUT, StoryWindows, World
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.evaluation.stories import answer_stories, story_figure, trained_world
+from loopformer.lm import LM
 from loopformer.plots import has_matplotlib
 from loopformer.trajectory import Trajectory
 
@@ -32,7 +33,7 @@ def test_counts_are_those_of_the_model_itself(model: LoopedLM, world: World) -> 
     # A model that only knows the words for cups is right by chance, not never.
     for token in set(range(world.vocab_size)) - {world.book.vocab[word] for word in world.words["cup"]}:
         torch.nn.init.zeros_(model.tokens.weight[token])
-    found = answer_stories(model, world, ALL, stories=20, seed=3, batch_tokens=1000)
+    found = answer_stories(LM(model, world.tokenizer), world, ALL, stories=20, seed=3, batch_tokens=1000)
     for stream, name in ((TEST, ""), (HELD_OUT, "held_out_")):
         batch = StoryWindows(world, 160, 20 * world.hops, seed=3, stream=stream).batch(0, 999)
         is_answer = (batch.targets != IGNORE_INDEX) & (batch.targets != world.tokenizer.eot)
@@ -54,16 +55,16 @@ def test_counts_are_those_of_the_model_itself(model: LoopedLM, world: World) -> 
 
 def test_what_is_wrong_is_one_sentence(model: LoopedLM, world: World, tmp_path: object) -> None:
     with pytest.raises(LoopformerError, match="--stories must be 1 or more, got 0"):
-        answer_stories(model, world, ALL, stories=0)
+        answer_stories(LM(model, world.tokenizer), world, ALL, stories=0)
     broken = LoopedLM(model.config)
     torch.nn.init.constant_(broken.tokens.weight, float("nan"))
     with pytest.raises(RunFailed, match="is not a number"):
-        answer_stories(broken, world, ALL, stories=2)
+        answer_stories(LM(broken, world.tokenizer), world, ALL, stories=2)
     assert trained_world(str(tmp_path)) is None
 
 
 @pytest.mark.skipif(not has_matplotlib(), reason="needs matplotlib")
 def test_a_heat_map_of_hops_and_budgets(model: LoopedLM, world: World) -> None:
-    axis = story_figure(answer_stories(model, world, ALL, stories=5)).axes[0]
+    axis = story_figure(answer_stories(LM(model, world.tokenizer), world, ALL, stories=5)).axes[0]
     assert [label.get_text() for label in axis.get_yticklabels()] == ["chance", "M = 1", "M = 2", "3-1"]
     assert np.asarray(axis.get_images()[0].get_array()).shape == (4, 6)

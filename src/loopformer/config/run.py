@@ -49,7 +49,8 @@ class DataConfig:
     prepare: str | None = setting(None, "A source to prepare into path if the folder is not there.")
     train_tokenizer: int | None = setting(None, "Vocabulary size of a tokenizer to train on that source.")
     states: GroupName | None = setting(None, "Track states of this group instead of reading text.")  # noqa: RUF009
-    stories: str | None = setting(None, "Tell stories of this world instead: its name or file.")
+    stories: str | None = setting(None, "Tell stories of this world: its name or file.")
+    story_rows: float = setting(1.0, "Share of the rows that are stories; the others are text.", above=0, maximum=1)
     loss: Literal["answers", "text"] = setting(
         "answers", "What stories train: their answers, or all of their text."
     )
@@ -63,11 +64,13 @@ class DataConfig:
             is_unused = not self.is_generated or not getattr(self, name)
             source = "data.stories" if self.states is None else "data.states"
             require(is_unused, f"data.{name} applies to text, not to {source}; leave one of them out.")
+        both = "data.documents does not apply where data.story_rows mixes text with stories; leave it out."
+        require(not self.documents or self.stories is None, both)
 
     @property
     def is_generated(self) -> bool:
         """Whether the data is drawn, so that nothing is read from `path`."""
-        return self.states is not None or self.stories is not None
+        return self.states is not None or (self.stories is not None and self.story_rows == 1)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from loopformer.config.run import DataConfig, RunConfig
 from loopformer.data.loader import TrainingBatches, ValidationBatches
+from loopformer.data.mixture import StoriesAmongText
 from loopformer.data.shards import TokenData
 from loopformer.data.states import Group
 from loopformer.data.stories import World
@@ -49,6 +50,7 @@ def open_data(config: DataConfig) -> TokenData | Generated:
     """What a run trains on: the training split of a prepared folder, a group's words or a world's stories."""
     if config.states is not None:
         return Group.named(config.states)
-    if config.stories is not None:
-        return World.open(config.stories)
-    return TokenData.open(config.path, "train")
+    if config.stories is None:
+        return TokenData.open(config.path, "train")
+    world = World.open(config.stories)
+    return world if config.is_generated else StoriesAmongText(TokenData.open(config.path, "train"), world)

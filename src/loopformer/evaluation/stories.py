@@ -1,13 +1,15 @@
 """Stories: how many facts a model can chain at each budget.
 
-    answers = answer_stories(loaded.model, World.open("cups"), [Trajectory.uniform(m) for m in (1, 2, 4, 6)])
+    trajectories = [Trajectory.uniform(m) for m in (1, 2, 4, 6)]
+    answers = answer_stories(loaded.lm, World.open("cups"), trajectories)
     answers["trajectories"][0]["accuracy"]           # by number of hops along the first trajectory
     answers["trajectories"][0]["held_out_accuracy"]  # the same on stories with a held-out pair
     continue_stories(loaded.lm, World.open("cups"), …) # do continuations contradict themselves?
 
 Test stories come from random streams that training never sees (data/stories.py). Every number of hops has as many
-stories. The model's answer is the most likely token after the question. Right answers are counted, so that standard
-errors can be computed: √(p(1-p)/stories) for an accuracy p.
+stories. They are told in the tokens of the model. Its answer is the most likely token after the question, which is
+right if the answer begins with it. Right answers are counted, so that standard errors can be computed:
+√(p(1-p)/stories) for an accuracy p.
 """
 
 from __future__ import annotations
@@ -20,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from loopformer.data.loader import IGNORE_INDEX
+from loopformer.data.mixture import encode_stories
 from loopformer.data.states import TEST
 from loopformer.data.stories import HELD_OUT, StoryWindows, World
 from loopformer.errors import require
 from loopformer.evaluation.states import is_most_likely, trained_on, trajectory_label
 from loopformer.evaluation.store import ReportProgress, device_and_dtype
 from loopformer.lm import LM, GenerateOptions
-from loopformer.model import LoopedLM
 from loopformer.plots import grid_figure
 from loopformer.scoring import BATCH_TOKENS, TrajectoryTree
 from loopformer.trajectory import Trajectory
@@ -45,7 +46,7 @@ def trained_world(model: str | Path) -> str | None:
 
 
 def answer_stories(
-    model: LoopedLM,
+    lm: LM,
     world: World,
     trajectories: Sequence[Trajectory],
     stories: int = STORIES,
@@ -54,13 +55,14 @@ def answer_stories(
     report: ReportProgress | None = None,
 ) -> dict[str, Any]:
     """Right answers and accuracy by number of hops along each trajectory, and by kind of answer."""
+    model = lm.model
     require(stories >= 1, f"--stories must be 1 or more, got {stories}.")
     require(seed >= 0, f"--seed must be 0 or more, got {seed}.")
     streams = {"": TEST, "held_out_": HELD_OUT} if world.held_out.pairs else {"": TEST}
     # Stories of all hops take turns, so the answers of a stream lie in a grid [stories, hops].
     shape = (stories, world.hops)
     found = {
-        name: _right_answers(model, world, trajectories, shape, seed, stream, batch_tokens, report)
+        name: _right_answers(lm, world, trajectories, shape, seed, stream, batch_tokens, report)
         for name, stream in streams.items()
     }
     windows = StoryWindows(world, model.config.context, stories * world.hops, seed, TEST)
@@ -96,7 +98,7 @@ def answer_stories(
 
 @torch.no_grad()
 def _right_answers(
-    model: LoopedLM,
+    lm: LM,
     world: World,
     trajectories: Sequence[Trajectory],
     shape: tuple[int, int],
@@ -106,18 +108,30 @@ def _right_answers(
     report: ReportProgress | None,
 ) -> dict[Trajectory, np.ndarray[Any, np.dtype[np.bool_]]]:
     """Whether the model answers each story of a stream correctly along each trajectory, [stories, hops]."""
+    model, tokenizer = lm.model, lm.need_tokenizer()
     tree, context = TrajectoryTree(model, trajectories), model.config.context
     windows = StoryWindows(world, context, shape[0] * shape[1], seed, stream)
     correct = {trajectory: np.zeros(len(windows), bool) for trajectory in tree.trajectories}
-    rows = max(1, batch_tokens // context)
+    rows, answer_of = max(1, batch_tokens // context), dict[int, int]()  # the answer that begins with a token
     for start in range(0, len(windows), rows):
-        batch = windows.batch(start, start + rows).to(model.device)
-        is_target = batch.targets != IGNORE_INDEX
-        is_answer = is_target & (is_target.cumsum(1) == 1)  # the end token comes second
-        part = slice(start, start + len(batch))
-        for trajectory, hidden in tree.run(batch.inputs):
-            logits = model.head(hidden[is_answer])[:, : world.vocab_size]
-            correct[trajectory][part] = is_most_likely(logits, batch.targets[is_answer])
+        stories = windows.stories(start, start + rows)
+        told = encode_stories(world, tokenizer, stories)
+        for story, encoded in zip(stories, told, strict=True):
+            same = story.answer == answer_of.setdefault(encoded.answer[0], story.answer)
+            require(same, "The model's tokens do not tell two answers apart by their beginnings; train another.")
+        longest = max(len(story.ids) for story in told) + 1
+        require(
+            longest <= context, f"A story has {longest} tokens but the context is {context}; choose another world."
+        )
+        ids = np.full((len(told), longest), tokenizer.eot)
+        for row, encoded in enumerate(told):
+            ids[row, 1 : 1 + len(encoded.ids)] = encoded.ids
+        ends = [len(encoded.ids) for encoded in told]  # where the question ends
+        answers = torch.tensor([encoded.answer[0] for encoded in told], device=model.device)
+        part = slice(start, start + len(told))
+        for trajectory, hidden in tree.run(torch.from_numpy(ids).to(model.device)):
+            logits = model.head(hidden[range(len(told)), ends])[:, : model.config.vocab]
+            correct[trajectory][part] = is_most_likely(logits, answers)
         if report:
             name = "held-out pairs" if stream == HELD_OUT else "stories"
             report(f"{name} of {world.source}", part.stop, len(windows))
@@ -134,6 +148,8 @@ def continue_stories(
     data.loss=text can tell stories.
     """
     require(stories >= 1, f"--generate must be 1 or more, got {stories}.")
+    is_own = lm.need_tokenizer().hash == world.tokenizer.hash
+    require(is_own, f"--generate needs a model whose tokens are the words of {world.source}, trained without text.")
     context = lm.model.config.context
     told = StoryWindows(world, context, stories, seed, TEST).stories(0, stories)
     openings = [story.ids[: world.opening(story.ids)] for story in told]

@@ -49,6 +49,7 @@ from loopformer.training.trainer import Trainer, can_use_graphs, fused_precision
 FIXED_ON_RESUME = (
     "data.documents",
     "data.states",
+    "data.story_rows",
     "data.curriculum",
     "data.loss",
     "objective.trajectories",

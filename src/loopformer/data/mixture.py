@@ -1,0 +1,149 @@
+"""Stories among text: a share of the rows of every batch are stories, in the tokens of a prepared folder.
+
+    data = StoriesAmongText(TokenData.open("data/box", "train"), World.open("village"))
+    data.loader(run).batch(step=7)
+    encode_stories(world, tokenizer, world.stories(seed=0, stream=TEST, numbers=range(8)))
+
+A story row holds as many whole stories as fit, with an end token before each: "… Where is the key? kitchen." Which
+rows of a batch are stories follows from (seed, step), so resuming is exact, and ranks and micro-batches change
+nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from loopformer.config.run import RunConfig
+from loopformer.data.loader import (
+    IGNORE_INDEX,
+    Batch,
+    Loader,
+    TrainingBatches,
+    ValidationBatches,
+    Windows,
+    permute,
+    stream_key,
+)
+from loopformer.data.shards import TokenData
+from loopformer.data.states import TRAIN
+from loopformer.data.stories import Story, World
+from loopformer.data.tokenizer import Tokenizer
+
+ROW_STREAM = 4  # the random stream that chooses the rows, beside those of states.py and stories.py
+TOKENS_PER_STORY = 48  # of a short story: a row is drawn as many stories as it may hold
+
+
+class EncodedStory(NamedTuple):
+    """A story with its question, and its answer, as ids."""
+
+    ids: list[int]
+    answer: list[int]
+
+
+def encode_stories(world: World, tokenizer: Tokenizer, stories: Sequence[Story]) -> list[EncodedStory]:
+    """Stories in the tokens of a tokenizer, the world's own or another."""
+    if tokenizer.hash == world.tokenizer.hash:
+        return [EncodedStory(story.ids, [story.answer]) for story in stories]
+    texts = tokenizer.encode_batch([world.text(story) for story in stories])
+    answers = tokenizer.encode_batch([" " + world.tokenizer.decode([story.answer]) for story in stories])
+    return [EncodedStory(*pair) for pair in zip(texts, answers, strict=True)]
+
+
+class StoriesAmongText:
+    """The data of a run with `data.path` and `data.stories`."""
+
+    def __init__(self, text: TokenData, world: World) -> None:
+        self.text, self.world = text, world
+
+    @property
+    def setting(self) -> str:
+        """The settings that train on this data."""
+        return f"{self.world.setting} and the same data.path"
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.text.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.text.vocab_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the text on disk."""
+        return self.text.tokens
+
+    @property
+    def index_hash(self) -> str:
+        """Identifies the data in checkpoints."""
+        return hashlib.sha256(f"{self.text.index_hash} {self.world.index_hash}".encode()).hexdigest()
+
+    def loader(self, run: RunConfig) -> TrainingBatches:
+        """The training batches of a run."""
+        return MixedLoader(self, run)
+
+    def windows(self, run: RunConfig) -> ValidationBatches:
+        """Windows of held-out text; `loopformer eval stories` measures the stories."""
+        return Windows(TokenData.open(run.data.path, "val"), run.model.context, run.training.validation_windows)
+
+
+class MixedLoader:
+    """Training batches of which some rows are stories and the others windows of text."""
+
+    def __init__(self, data: StoriesAmongText, run: RunConfig) -> None:
+        training, self._context = run.training, run.model.context
+        self._world, self._tokenizer, self._loss = data.world, data.tokenizer, run.data.loss
+        self._batch, self._seed = training.batch, training.seed
+        self._text = Loader(data.text, self._context, training.batch, training.seed)
+        self._stories = data.world.loader(run)
+        self._share = run.data.story_rows
+        self._stop = self._tokenizer.encode(".")
+
+    def batch(self, step: int, rows: Sequence[int] | None = None) -> Batch:
+        """The global batch of a step, or some of its rows."""
+        import torch
+
+        numbers = np.arange(self._batch) if rows is None else np.array(rows, np.int64)
+        keys = stream_key(self._seed, ROW_STREAM, np.full(len(numbers), step, np.uint64))
+        is_story = permute(numbers.astype(np.uint64), self._batch, keys) < round(self._share * self._batch)
+        ids = np.empty((2, len(numbers), self._context), np.int64)  # inputs and targets
+        if not is_story.all():
+            windows = self._text.batch(step, numbers[~is_story].tolist())
+            ids[:, ~is_story] = windows.inputs.numpy(), windows.targets.numpy()
+        ids[:, is_story] = (
+            np.array(self._story_rows(step, numbers[is_story])).reshape(-1, 2, self._context).swapaxes(0, 1)
+        )
+        inputs, targets = torch.from_numpy(ids)
+        return Batch(inputs, targets, None)
+
+    def _story_rows(self, step: int, rows: npt.NDArray[np.int64]) -> list[tuple[list[int], list[int]]]:
+        """The inputs and targets of rows of stories, each [T]."""
+        per_row = max(1, self._context // TOKENS_PER_STORY)
+        numbers = ((step * self._batch + rows)[:, None] * per_row + np.arange(per_row)).ravel().tolist()
+        stories = self._world.stories(self._seed, TRAIN, numbers, most=self._stories.most_hops(step))
+        encoded = encode_stories(self._world, self._tokenizer, stories)
+        return [self._join(encoded[start : start + per_row]) for start in range(0, len(encoded), per_row)]
+
+    def _join(self, stories: Sequence[EncodedStory]) -> tuple[list[int], list[int]]:
+        """A row of the stories that fit, and its targets. What lies behind the last one has no loss."""
+        ids, has_loss, learns_all = list[int](), list[bool](), self._loss == "text"
+        for story in stories:
+            told = [self._tokenizer.eot, *story.ids, *story.answer, *self._stop]
+            if len(ids) + len(told) <= self._context:
+                ids += told
+                start, stop = 1 + len(story.ids), len(told) - len(self._stop)
+                has_loss += [learns_all or start <= index < stop for index in range(len(told))]
+        padding = self._context + 1 - len(ids)
+        ids += [self._tokenizer.eot] * padding
+        has_loss += [learns_all, *[False] * (padding - 1)]  # the end token behind the last story
+        targets = [token if counts else IGNORE_INDEX for token, counts in zip(ids, has_loss, strict=True)]
+        return ids[:-1], targets[1:]
+
+    def epoch(self, step: int) -> float:
+        """How often the text has been seen before a step."""
+        return self._text.epoch(step) * (1 - self._share)
