@@ -35,6 +35,7 @@ VERBS = [
     ["eval", "text"],
     ["eval", "tasks"],
     ["eval", "states"],
+    ["eval", "stories"],
     ["search", "--model", "m", "--budget", "2"],
     ["analyze", "--model", "m"],
     ["report", "m", "--out", "out"],

@@ -59,8 +59,10 @@ def test_rows_are_windows_or_whole_stories(text: Path, loss: str) -> None:
             if loss == "text":
                 assert torch.equal(targets[:-1][learned[:-1]], inputs[1:][learned[:-1]])
                 continue
-            answers = [story.split()[-1].removesuffix(".") for story in stories]
-            assert tokenizer.decode(targets[learned].tolist()).split() == answers
+            answers = [story.split()[-1] for story in stories]
+            assert tokenizer.decode(targets[learned].tolist(), special=True) == "".join(
+                f" {answer}<|endoftext|>" for answer in answers
+            )
             assert set(answers) <= {"left", "middle", "right"}
 
 

@@ -4,9 +4,8 @@
     data.loader(run).batch(step=7)
     encode_stories(world, tokenizer, world.stories(seed=0, stream=TEST, numbers=range(8)))
 
-A story row holds as many whole stories as fit, with an end token before each: "… Where is the key? kitchen." Which
-rows of a batch are stories follows from (seed, step), so resuming is exact, and ranks and micro-batches change
-nothing.
+A story row holds as many whole stories as fit, each with its answer and an end token. Which rows of a batch are
+stories follows from (seed, step), so resuming is exact, and ranks and micro-batches change nothing.
 """
 
 from __future__ import annotations
@@ -97,12 +96,12 @@ class MixedLoader:
 
     def __init__(self, data: StoriesAmongText, run: RunConfig) -> None:
         training, self._context = run.training, run.model.context
-        self._world, self._tokenizer, self._loss = data.world, data.tokenizer, run.data.loss
+        self._world, self._tokenizer = data.world, data.tokenizer
+        self._learns_text = run.data.loss == "text"
         self._batch, self._seed = training.batch, training.seed
         self._text = Loader(data.text, self._context, training.batch, training.seed)
         self._stories = data.world.loader(run)
         self._share = run.data.story_rows
-        self._stop = self._tokenizer.encode(".")
 
     def batch(self, step: int, rows: Sequence[int] | None = None) -> Batch:
         """The global batch of a step, or some of its rows."""
@@ -131,16 +130,15 @@ class MixedLoader:
 
     def _join(self, stories: Sequence[EncodedStory]) -> tuple[list[int], list[int]]:
         """A row of the stories that fit, and its targets. What lies behind the last one has no loss."""
-        ids, has_loss, learns_all = list[int](), list[bool](), self._loss == "text"
+        ids, has_loss, end = list[int](), list[bool](), self._tokenizer.eot
         for story in stories:
-            told = [self._tokenizer.eot, *story.ids, *story.answer, *self._stop]
+            told = [*story.ids, *story.answer, end]
             if len(ids) + len(told) <= self._context:
                 ids += told
-                start, stop = 1 + len(story.ids), len(told) - len(self._stop)
-                has_loss += [learns_all or start <= index < stop for index in range(len(told))]
+                has_loss += [self._learns_text or index >= len(story.ids) for index in range(len(told))]
         padding = self._context + 1 - len(ids)
-        ids += [self._tokenizer.eot] * padding
-        has_loss += [learns_all, *[False] * (padding - 1)]  # the end token behind the last story
+        ids += [end] * padding
+        has_loss += [False] * padding
         targets = [token if counts else IGNORE_INDEX for token, counts in zip(ids, has_loss, strict=True)]
         return ids[:-1], targets[1:]
 

@@ -119,14 +119,14 @@ def _right_answers(
         for story, encoded in zip(stories, told, strict=True):
             same = story.answer == answer_of.setdefault(encoded.answer[0], story.answer)
             require(same, "The model's tokens do not tell two answers apart by their beginnings; train another.")
-        longest = max(len(story.ids) for story in told) + 1
+        longest = max(len(story.ids) for story in told)
         require(
             longest <= context, f"A story has {longest} tokens but the context is {context}; choose another world."
         )
         ids = np.full((len(told), longest), tokenizer.eot)
         for row, encoded in enumerate(told):
-            ids[row, 1 : 1 + len(encoded.ids)] = encoded.ids
-        ends = [len(encoded.ids) for encoded in told]  # where the question ends
+            ids[row, : len(encoded.ids)] = encoded.ids
+        ends = [len(encoded.ids) - 1 for encoded in told]  # the last tokens of the questions
         answers = torch.tensor([encoded.answer[0] for encoded in told], device=model.device)
         part = slice(start, start + len(told))
         for trajectory, hidden in tree.run(torch.from_numpy(ids).to(model.device)):
