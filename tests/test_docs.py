@@ -33,6 +33,7 @@ import loopformer
 from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.cli import app
 from loopformer.config import DEFAULT_PRESET, load_run
+from loopformer.data.stories import World
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.loading import save_model
 from loopformer.serving.messages import WorkerSettings
@@ -103,7 +104,9 @@ def _furnish(page: str) -> None:
         tokenizer.save(Path("runs") / name)
     if page == "docs/evaluation.md":
         save_model(LoopedLM(ModelConfig(loops=5, context=17, vocab=7, **sizes)), "runs/s3")
-        save_model(LoopedLM(ModelConfig(loops=6, context=160, vocab=186, **sizes)), "runs/cups")
+        words = World.open("cups").tokenizer
+        save_model(LoopedLM(ModelConfig(loops=6, context=160, vocab=words.vocab_size, **sizes)), "runs/cups")
+        words.save("runs/cups")
     if page == "docs/huggingface.md":
         from loopformer.hf.export import export
 
