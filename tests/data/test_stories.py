@@ -23,7 +23,7 @@ from loopformer.data.stories import (
     World,
     world_names,
 )
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, RunFailed
 
 CONTEXTS = {"cups": 160, "village": 256}
 
@@ -212,6 +212,22 @@ def test_text_and_ids_are_the_same_thing(world: World) -> None:
         assert text[0] in "“" or text[0].isupper()
     assert world.vocab_size == world.tokenizer.vocab_size <= 1500
     assert world.tokenizer.eot == world.vocab_size - 1
+
+
+def test_processes_draw_the_same_stories_and_a_dead_one_is_one_sentence() -> None:
+    world = World.open("cups")
+    alone, shared = (StoryLoader(world, 160, batch=9, seed=4, workers=workers) for workers in (0, 2))
+    for rows in (None, [3, 8, 0], [5], []):
+        one, two = alone.batch(6, rows), shared.batch(6, rows)
+        assert torch.equal(one.inputs, two.inputs)
+        assert torch.equal(one.targets, two.targets)
+    pool = shared._draw._pool
+    assert pool is not None
+    for process in list(pool._processes.values()):
+        process.kill()
+        process.join()
+    with pytest.raises(RunFailed, match=r"^A process that draws stories has died; .*lower data\.workers"):
+        shared.batch(7)
 
 
 def test_the_most_hops_grow_with_the_steps() -> None:

@@ -54,6 +54,7 @@ class DataConfig:
     loss: Literal["answers", "text"] = setting(
         "answers", "What stories train: their answers, or all of their text."
     )
+    workers: int = setting(0, "Processes that draw stories; 0: the trainer itself.", minimum=0, maximum=256)
     curriculum: float = setting(0.4, "Share of the steps until stories have all hops.", minimum=0, maximum=1)
 
     def __post_init__(self) -> None:

@@ -29,8 +29,7 @@ from loopformer.data.loader import (
     stream_key,
 )
 from loopformer.data.shards import TokenData
-from loopformer.data.states import TRAIN
-from loopformer.data.stories import Story, World
+from loopformer.data.stories import Story, StoryDrawer, StoryLoader, World
 from loopformer.data.tokenizer import Tokenizer
 
 ROW_STREAM = 4  # the random stream that chooses the rows, beside those of states.py and stories.py
@@ -100,7 +99,10 @@ class MixedLoader:
         self._learns_text = run.data.loss == "text"
         self._batch, self._seed = training.batch, training.seed
         self._text = Loader(data.text, self._context, training.batch, training.seed)
-        self._stories = data.world.loader(run)
+        self._draw = StoryDrawer(data.world, training.seed, None, run.data.workers)
+        self._stories = StoryLoader(
+            data.world, self._context, training.batch, steps=training.steps, curriculum=run.data.curriculum
+        )
         self._share = run.data.story_rows
 
     def batch(self, step: int, rows: Sequence[int] | None = None) -> Batch:
@@ -124,7 +126,7 @@ class MixedLoader:
         """The inputs and targets of rows of stories, each [T]."""
         per_row = max(1, self._context // TOKENS_PER_STORY)
         numbers = ((step * self._batch + rows)[:, None] * per_row + np.arange(per_row)).ravel().tolist()
-        stories = self._world.stories(self._seed, TRAIN, numbers, most=self._stories.most_hops(step))
+        stories = self._draw(numbers, self._stories.most_hops(step))
         encoded = encode_stories(self._world, self._tokenizer, stories)
         return [self._join(encoded[start : start + per_row]) for start in range(0, len(encoded), per_row)]
 

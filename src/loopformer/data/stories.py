@@ -24,12 +24,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import random
 import re
+import signal
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -45,7 +50,7 @@ from loopformer.data.simulation import Cups, HeldOutPairs, Simulation
 from loopformer.data.states import TRAIN, VALIDATION
 from loopformer.data.tokenizer import END_TOKEN, Tokenizer
 from loopformer.data.village import Village
-from loopformer.errors import FileProblem, LoopformerError, nearest, require
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
 from loopformer.files import read_yaml
 
 HELD_OUT = 3  # the stream of stories with held-out pairs, beside those of states.py
@@ -182,6 +187,7 @@ class World:
             training.steps,
             run.data.curriculum,
             run.data.loss == "text",
+            run.data.workers,
         )
 
     def windows(self, run: RunConfig) -> StoryWindows:
@@ -338,6 +344,45 @@ class StoryWindows:
         return self._world.batch(self.stories(start, stop), self._context)
 
 
+class StoryDrawer:
+    """Draws training stories, in processes if there are workers: a GPU may learn faster than one process tells."""
+
+    def __init__(self, world: World, seed: int, context: int | None, workers: int) -> None:
+        self._world, self._seed, self._context, self._workers = world, seed, context, workers
+        self._pool: ProcessPoolExecutor | None = None
+        if workers:
+            # Not by fork: the trainer has threads, and a GPU that a fork could not use.
+            processes = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(workers, processes, _open_in_worker, (world.source,))
+            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    def __call__(self, numbers: Sequence[int], most: int) -> list[Story]:
+        """The training stories with these numbers, of 1 to `most` hops; any number of workers draws the same."""
+        if self._pool is None:
+            return self._world.stories(self._seed, TRAIN, numbers, most=most, context=self._context)
+        size = -(-len(numbers) // self._workers) or 1
+        parts = (numbers[start : start + size] for start in range(0, len(numbers), size))
+        draw = partial(_draw_in_worker, seed=self._seed, most=most, context=self._context)
+        try:
+            return list(chain.from_iterable(self._pool.map(draw, parts)))
+        except BrokenProcessPool as error:
+            reason = "there may be too little memory; lower data.workers, then --resume"
+            raise RunFailed(f"A process that draws stories has died; {reason}.") from error
+
+
+_worker_world: World  # of a process that draws stories
+
+
+def _open_in_worker(source: str) -> None:
+    global _worker_world
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the trainer decides
+    _worker_world = World.open(source)
+
+
+def _draw_in_worker(numbers: Sequence[int], seed: int, most: int, context: int | None) -> list[Story]:
+    return _worker_world.stories(seed, TRAIN, numbers, most=most, context=context)
+
+
 class StoryLoader:
     """Training batches of fresh stories by step number; the most hops grow over a share of the steps."""
 
@@ -350,10 +395,12 @@ class StoryLoader:
         steps: int = 1,
         curriculum: float = 0.0,
         learns_text: bool = False,
+        workers: int = 0,
     ) -> None:
         world.check_context(context)
         self.batch_size = batch
-        self._world, self._context, self._seed, self._learns_text = world, context, seed, learns_text
+        self._world, self._context, self._learns_text = world, context, learns_text
+        self._draw = StoryDrawer(world, seed, context, workers)
         self._growth = curriculum * steps  # the steps over which the most hops grow
 
     def most_hops(self, step: int) -> int:
@@ -364,9 +411,7 @@ class StoryLoader:
     def batch(self, step: int, rows: Sequence[int] | None = None) -> Batch:
         """The global batch of a step, or some of its rows."""
         numbers = [step * self.batch_size + row for row in (range(self.batch_size) if rows is None else rows)]
-        most = self.most_hops(step)
-        stories = self._world.stories(self._seed, TRAIN, numbers, most=most, context=self._context)
-        return self._world.batch(stories, self._context, self._learns_text)
+        return self._world.batch(self._draw(numbers, self.most_hops(step)), self._context, self._learns_text)
 
     def epoch(self, step: int) -> float:
         """Always 0: no story is repeated."""
