@@ -11,7 +11,7 @@ from loopformer.data.loader import IGNORE_INDEX, Loader
 from loopformer.data.mixture import MixedLoader, StoriesAmongText, encode_stories
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
-from loopformer.data.states import TEST
+from loopformer.data.states import TEST, TRAIN
 from loopformer.data.stories import World
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
@@ -99,6 +99,22 @@ def test_other_stories_or_another_text_are_other_data(text: Path) -> None:
     assert isinstance(
         open_data(run_of(text, "data.story_rows=1", "data.prepare=null", "data.train_tokenizer=null").data), World
     )
+
+
+def test_worlds_take_turns(text: Path) -> None:
+    tokenizer = Tokenizer.load(text)
+    settings = ["data.stories=cups,village", "data.loss=text", "model.context=512"]
+    batch = loader_of(run_of(text, *settings)).batch(0)
+    told = "".join(tokenizer.decode(row.tolist(), special=True) for row in batch.inputs).split("<|endoftext|>")
+    cups, village = World.open("cups"), World.open("village")
+    for world, numbers in ((cups, [0, 2]), (village, [1, 3])):
+        stories = world.stories(0, TRAIN, [row * 10 + number for row in range(BATCH) for number in numbers], most=1)
+        texts = {f"{world.text(story)} {world.tokenizer.decode([story.answer])}" for story in stories}
+        assert len(texts & set(told)) >= 3
+    again = loader_of(run_of(text, *settings, "data.workers=2")).batch(0)
+    assert torch.equal(again.inputs, batch.inputs)
+    with pytest.raises(LoopformerError, match="Several worlds need text beside them"):
+        open_data(load_run("stories", ["data.stories=cups,village"])[0].data)
 
 
 def test_documents_are_refused(text: Path) -> None:

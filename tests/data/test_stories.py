@@ -233,18 +233,18 @@ def test_processes_draw_the_same_stories_and_a_dead_one_is_one_sentence() -> Non
 def test_the_most_hops_grow_with_the_steps() -> None:
     world = opened("cups")
     loader = StoryLoader(world, 160, batch=64, steps=1000, curriculum=0.4)
-    most = [loader.most_hops(step) for step in range(1000)]
+    most = [loader.curriculum.most_hops(step) for step in range(1000)]
     assert most == sorted(most)
     assert [most.index(hops) for hops in range(1, 7)] == [0, 67, 134, 200, 267, 334]
     swaps = {step: _hops(world, loader, step) for step in (0, 210, 400)}
     assert [max(swaps[step]) for step in (0, 210, 400)] == [1, 4, 6]
     assert set(swaps[400]) == {1, 2, 3, 4, 5, 6}
-    assert {StoryLoader(world, 160, 4, steps=1000).most_hops(step) for step in (0, 999)} == {6}
+    assert {StoryLoader(world, 160, 4, steps=1000).curriculum.most_hops(step) for step in (0, 999)} == {6}
 
 
 def _hops(world: World, loader: StoryLoader, step: int) -> Sequence[int]:
     numbers = range(step * 64, step * 64 + 64)
-    stories = world.stories(0, TRAIN, numbers, most=loader.most_hops(step), context=160)
+    stories = world.stories(0, TRAIN, numbers, most=loader.curriculum.most_hops(step), context=160)
     assert loader.batch(step).inputs.tolist() == world.batch(stories, 160).inputs.tolist()
     return [story.hops for story in stories]
 

@@ -286,6 +286,7 @@ def eval_stories(
     source = the_model(model, model_option)
     if (world := world or trained_world(source)) is None:
         raise LoopformerError(f"{source} was not trained on stories; name a world with --world, such as cups.")
+    require(len(parse_names(world)) == 1, f"Stories are measured in one world at a time, not {world}; set --world.")
     if figure is not None:
         check_drawing(figure)
     with output_file(out), output_file(figure, "--figure"), progress("stories") as report:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from loopformer.config.model import parse_names
 from loopformer.config.run import DataConfig, RunConfig
 from loopformer.data.loader import TrainingBatches, ValidationBatches
 from loopformer.data.mixture import StoriesAmongText
@@ -16,6 +17,7 @@ from loopformer.data.shards import TokenData
 from loopformer.data.states import Group
 from loopformer.data.stories import World
 from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import require
 
 
 class Generated(Protocol):
@@ -52,5 +54,10 @@ def open_data(config: DataConfig) -> TokenData | Generated:
         return Group.named(config.states)
     if config.stories is None:
         return TokenData.open(config.path, "train")
-    world = World.open(config.stories)
-    return world if config.is_generated else StoriesAmongText(TokenData.open(config.path, "train"), world)
+    worlds = [World.open(source) for source in parse_names(config.stories)]
+    if not config.is_generated:
+        return StoriesAmongText(TokenData.open(config.path, "train"), worlds)
+    require(
+        len(worlds) == 1, "Several worlds need text beside them; set data.story_rows below 1, or name one world."
+    )
+    return worlds[0]

@@ -1,11 +1,11 @@
 """Stories among text: a share of the rows of every batch are stories, in the tokens of a prepared folder.
 
-    data = StoriesAmongText(TokenData.open("data/box", "train"), World.open("village"))
+    data = StoriesAmongText(TokenData.open("data/box", "train"), [World.open("cups"), World.open("village")])
     data.loader(run).batch(step=7)
     encode_stories(world, tokenizer, world.stories(seed=0, stream=TEST, numbers=range(8)))
 
-A story row holds as many whole stories as fit, each with its answer and an end token. Which rows of a batch are
-stories follows from (seed, step), so resuming is exact, and ranks and micro-batches change nothing.
+A story row holds as many whole stories as fit, each with its answer and an end token. Worlds take turns. Which rows
+of a batch are stories follows from (seed, step), so resuming is exact, and ranks and micro-batches change nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from loopformer.data.loader import (
     stream_key,
 )
 from loopformer.data.shards import TokenData
-from loopformer.data.stories import Story, StoryDrawer, StoryLoader, World
+from loopformer.data.stories import Curriculum, Story, StoryDrawer, World
 from loopformer.data.tokenizer import Tokenizer
 
 ROW_STREAM = 4  # the random stream that chooses the rows, beside those of states.py and stories.py
@@ -55,13 +55,13 @@ def encode_stories(world: World, tokenizer: Tokenizer, stories: Sequence[Story])
 class StoriesAmongText:
     """The data of a run with `data.path` and `data.stories`."""
 
-    def __init__(self, text: TokenData, world: World) -> None:
-        self.text, self.world = text, world
+    def __init__(self, text: TokenData, worlds: Sequence[World]) -> None:
+        self.text, self.worlds = text, worlds
 
     @property
     def setting(self) -> str:
         """The settings that train on this data."""
-        return f"{self.world.setting} and the same data.path"
+        return f"data.stories={','.join(world.source for world in self.worlds)} and the same data.path"
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -79,7 +79,8 @@ class StoriesAmongText:
     @property
     def index_hash(self) -> str:
         """Identifies the data in checkpoints."""
-        return hashlib.sha256(f"{self.text.index_hash} {self.world.index_hash}".encode()).hexdigest()
+        hashes = [self.text.index_hash, *(world.index_hash for world in self.worlds)]
+        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
     def loader(self, run: RunConfig) -> TrainingBatches:
         """The training batches of a run."""
@@ -95,14 +96,18 @@ class MixedLoader:
 
     def __init__(self, data: StoriesAmongText, run: RunConfig) -> None:
         training, self._context = run.training, run.model.context
-        self._world, self._tokenizer = data.world, data.tokenizer
-        self._learns_text = run.data.loss == "text"
+        self._tokenizer, self._learns_text = data.tokenizer, run.data.loss == "text"
         self._batch, self._seed = training.batch, training.seed
         self._text = Loader(data.text, self._context, training.batch, training.seed)
-        self._draw = StoryDrawer(data.world, training.seed, None, run.data.workers)
-        self._stories = StoryLoader(
-            data.world, self._context, training.batch, steps=training.steps, curriculum=run.data.curriculum
-        )
+        workers = -(-run.data.workers // len(data.worlds))
+        self._worlds = [
+            (
+                world,
+                StoryDrawer(world, training.seed, None, workers),
+                Curriculum(world.hops, run.data.curriculum * training.steps),
+            )
+            for world in data.worlds
+        ]
         self._share = run.data.story_rows
 
     def batch(self, step: int, rows: Sequence[int] | None = None) -> Batch:
@@ -126,9 +131,13 @@ class MixedLoader:
         """The inputs and targets of rows of stories, each [T]."""
         per_row = max(1, self._context // TOKENS_PER_STORY)
         numbers = ((step * self._batch + rows)[:, None] * per_row + np.arange(per_row)).ravel().tolist()
-        stories = self._draw(numbers, self._stories.most_hops(step))
-        encoded = encode_stories(self._world, self._tokenizer, stories)
-        return [self._join(encoded[start : start + per_row]) for start in range(0, len(encoded), per_row)]
+        encoded = dict[int, EncodedStory]()
+        for index, (world, draw, curriculum) in enumerate(self._worlds):
+            of_world = [number for number in numbers if number % len(self._worlds) == index]
+            stories = draw(of_world, curriculum.most_hops(step))
+            encoded |= zip(of_world, encode_stories(world, self._tokenizer, stories), strict=True)
+        told = [encoded[number] for number in numbers]
+        return [self._join(told[start : start + per_row]) for start in range(0, len(told), per_row)]
 
     def _join(self, stories: Sequence[EncodedStory]) -> tuple[list[int], list[int]]:
         """A row of the stories that fit, and its targets. What lies behind the last one has no loss."""

@@ -383,6 +383,17 @@ def _draw_in_worker(numbers: Sequence[int], seed: int, most: int, context: int |
     return _worker_world.stories(seed, TRAIN, numbers, most=most, context=context)
 
 
+@dataclass(frozen=True)
+class Curriculum:
+    """The most hops of the stories of a step: they grow from 1 to `hops` over some steps."""
+
+    hops: int
+    steps: float
+
+    def most_hops(self, step: int) -> int:
+        return self.hops if step >= self.steps else 1 + int(self.hops * step / self.steps)
+
+
 class StoryLoader:
     """Training batches of fresh stories by step number; the most hops grow over a share of the steps."""
 
@@ -401,17 +412,14 @@ class StoryLoader:
         self.batch_size = batch
         self._world, self._context, self._learns_text = world, context, learns_text
         self._draw = StoryDrawer(world, seed, context, workers)
-        self._growth = curriculum * steps  # the steps over which the most hops grow
-
-    def most_hops(self, step: int) -> int:
-        """The most hops of the stories of a step."""
-        hops = self._world.hops
-        return hops if step >= self._growth else 1 + int(hops * step / self._growth)
+        self.curriculum = Curriculum(world.hops, curriculum * steps)
 
     def batch(self, step: int, rows: Sequence[int] | None = None) -> Batch:
         """The global batch of a step, or some of its rows."""
         numbers = [step * self.batch_size + row for row in (range(self.batch_size) if rows is None else rows)]
-        return self._world.batch(self._draw(numbers, self.most_hops(step)), self._context, self._learns_text)
+        return self._world.batch(
+            self._draw(numbers, self.curriculum.most_hops(step)), self._context, self._learns_text
+        )
 
     def epoch(self, step: int) -> float:
         """Always 0: no story is repeated."""

@@ -30,6 +30,7 @@ from loopformer.config import (
     run_to_mapping,
     with_expected_vocab,
 )
+from loopformer.config.model import parse_names
 from loopformer.data.generated import Generated, open_data
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import INDEX_FILE, TokenData, is_prepared
@@ -164,8 +165,8 @@ def _with_absolute_paths(run: RunConfig) -> RunConfig:
     if start is not None and Path(start).exists():  # it may be a Hub id
         start = os.path.abspath(start)
     stories = run.data.stories
-    if stories is not None and Path(stories).is_file():  # it may be the name of a world
-        stories = os.path.abspath(stories)
+    if stories is not None:  # names of worlds and paths
+        stories = ",".join(os.path.abspath(each) if Path(each).is_file() else each for each in parse_names(stories))
     data = replace(run.data, path=os.path.abspath(run.data.path), stories=stories)
     return replace(run, data=data, init_from=start)
 
