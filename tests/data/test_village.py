@@ -116,7 +116,9 @@ def test_hops_are_the_sentences_that_an_answer_follows_from() -> None:
 def test_what_continues_an_opening_is_read_up_to_a_question(world: World) -> None:
     encode = world.tokenizer.encode
     opening = encode("Mia is in the barn. The ball is in the barn. Ben is in the attic.")
-    whole = encode("Mia takes the ball. Mia takes the ball. The ball the. It is getting late. Where is Mia? barn")
+    whole = encode(
+        "Mia takes the ball. Mia takes the ball. The ball the. A leaf falls from a tree. Where is Mia? barn"
+    )
     assert world.opening([*opening, *whole]) == len(opening)
     readings = world.read_on(opening, whole)
     assert [reading.is_possible for reading in readings] == [True, False, False, True]

@@ -294,9 +294,11 @@ def eval_stories(
         all_budgets = range(1, loaded.model.config.loops + 1)
         trajectories = loaded.trajectories(budgets, trajectory or (), default=all_budgets, beyond=beyond)
         opened = World.open(world)
+        # First what may be refused.
+        continued = continue_stories(loaded.lm, opened, trajectories, generate, seed) if generate else []
         answers = answer_stories(loaded.lm, opened, trajectories, stories, seed, batch_tokens, report)
-        if generate:
-            answers["continued"] = continue_stories(loaded.lm, opened, trajectories, generate, seed)
+        if continued:
+            answers["continued"] = continued
         if figure is not None:
             save(story_figure(answers), figure)
     if write_results({"model": source, "weights": loaded.weights, "stories": answers}, out, as_json):

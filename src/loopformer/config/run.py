@@ -65,6 +65,8 @@ class DataConfig:
             is_unused = not self.is_generated or not getattr(self, name)
             source = "data.stories" if self.states is None else "data.states"
             require(is_unused, f"data.{name} applies to text, not to {source}; leave one of them out.")
+        is_unused = self.stories is not None or (self.story_rows == 1 and self.workers == 0)
+        require(is_unused, "data.story_rows and data.workers need data.stories; set it too.")
         both = "data.documents does not apply where data.story_rows mixes text with stories; leave it out."
         require(not self.documents or self.stories is None, both)
 

@@ -55,6 +55,7 @@ def open_data(config: DataConfig) -> TokenData | Generated:
     if config.stories is None:
         return TokenData.open(config.path, "train")
     worlds = [World.open(source) for source in parse_names(config.stories)]
+    require(len(worlds) > 0, "data.stories names no world; choose cups or village.")
     if not config.is_generated:
         return StoriesAmongText(TokenData.open(config.path, "train"), worlds)
     require(

@@ -29,11 +29,13 @@ from loopformer.data.loader import (
     stream_key,
 )
 from loopformer.data.shards import TokenData
+from loopformer.data.states import VALIDATION
 from loopformer.data.stories import Curriculum, Story, StoryDrawer, World
 from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import require
 
 ROW_STREAM = 4  # the random stream that chooses the rows, beside those of states.py and stories.py
-TOKENS_PER_STORY = 48  # of a short story: a row is drawn as many stories as it may hold
+TOKENS_PER_STORY = 48  # of a short story: so many are drawn for a row, and those that fit are used
 
 
 class EncodedStory(NamedTuple):
@@ -108,7 +110,15 @@ class MixedLoader:
             )
             for world in data.worlds
         ]
-        self._share = run.data.story_rows
+        for world in data.worlds:
+            told = encode_stories(world, data.tokenizer, world.stories(0, VALIDATION, range(64), world.hops))
+            needed = sorted(len(story.ids) + len(story.answer) + 1 for story in told)[58]  # nine of ten fit
+            reason = f"too short for the stories of {world.source}; set it to {needed} or more"
+            require(self._context >= needed, f"model.context is {self._context}, {reason}.")
+        self._story_rows = int(run.data.story_rows * training.batch + 0.5)
+        some = 0 < self._story_rows < training.batch
+        reason = "change data.story_rows or raise training.batch"
+        require(some, f"{self._story_rows} of {training.batch} rows would be stories; {reason}.")
 
     def batch(self, step: int, rows: Sequence[int] | None = None) -> Batch:
         """The global batch of a step, or some of its rows."""
@@ -116,24 +126,26 @@ class MixedLoader:
 
         numbers = np.arange(self._batch) if rows is None else np.array(rows, np.int64)
         keys = stream_key(self._seed, ROW_STREAM, np.full(len(numbers), step, np.uint64))
-        is_story = permute(numbers.astype(np.uint64), self._batch, keys) < round(self._share * self._batch)
+        is_story = permute(numbers.astype(np.uint64), self._batch, keys) < self._story_rows
         ids = np.empty((2, len(numbers), self._context), np.int64)  # inputs and targets
         if not is_story.all():
             windows = self._text.batch(step, numbers[~is_story].tolist())
             ids[:, ~is_story] = windows.inputs.numpy(), windows.targets.numpy()
         ids[:, is_story] = (
-            np.array(self._story_rows(step, numbers[is_story])).reshape(-1, 2, self._context).swapaxes(0, 1)
+            np.array(self._draw_rows(step, numbers[is_story])).reshape(-1, 2, self._context).swapaxes(0, 1)
         )
         inputs, targets = torch.from_numpy(ids)
         return Batch(inputs, targets, None)
 
-    def _story_rows(self, step: int, rows: npt.NDArray[np.int64]) -> list[tuple[list[int], list[int]]]:
+    def _draw_rows(self, step: int, rows: npt.NDArray[np.int64]) -> list[tuple[list[int], list[int]]]:
         """The inputs and targets of rows of stories, each [T]."""
         per_row = max(1, self._context // TOKENS_PER_STORY)
         numbers = ((step * self._batch + rows)[:, None] * per_row + np.arange(per_row)).ravel().tolist()
         encoded = dict[int, EncodedStory]()
         for index, (world, draw, curriculum) in enumerate(self._worlds):
-            of_world = [number for number in numbers if number % len(self._worlds) == index]
+            # Shifted from row to row, so that no world is always the one that is cut off.
+            turns = ((number // per_row + number) % len(self._worlds) for number in numbers)
+            of_world = [number for number, turn in zip(numbers, turns, strict=True) if turn == index]
             stories = draw(of_world, curriculum.most_hops(step))
             encoded |= zip(of_world, encode_stories(world, self._tokenizer, stories), strict=True)
         told = [encoded[number] for number in numbers]
@@ -144,9 +156,10 @@ class MixedLoader:
         ids, has_loss, end = list[int](), list[bool](), self._tokenizer.eot
         for story in stories:
             told = [*story.ids, *story.answer, end]
-            if len(ids) + len(told) <= self._context:
-                ids += told
-                has_loss += [self._learns_text or index >= len(story.ids) for index in range(len(told))]
+            if len(ids) + len(told) > self._context:
+                break  # not a shorter one instead: short stories have few hops
+            ids += told
+            has_loss += [self._learns_text or index >= len(story.ids) for index in range(len(told))]
         padding = self._context + 1 - len(ids)
         ids += [end] * padding
         has_loss += [False] * padding
@@ -155,4 +168,4 @@ class MixedLoader:
 
     def epoch(self, step: int) -> float:
         """How often the text has been seen before a step."""
-        return self._text.epoch(step) * (1 - self._share)
+        return self._text.epoch(step) * (1 - self._story_rows / self._batch)

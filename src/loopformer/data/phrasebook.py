@@ -91,6 +91,8 @@ class Phrasebook:
             for section, lines in templates.items()
         }
         self.stops = {self.vocab[mark] for mark in ".!?" if mark in self.vocab}
+        plain = all(text.strip() and "{" not in text for text in connectives)
+        require(plain, "A connective must be words without slots, such as Then.")
         self.connectives = [tuple(self.vocab[word] for word in _PIECE.findall(text)) for text in connectives]
         self._pronouns = {person: self.vocab[PRONOUNS[gender]["they"]] for person, gender in people.items()}
         self._capitals = {
@@ -105,7 +107,7 @@ class Phrasebook:
         pieces = [self._piece(piece, text) for piece in _PIECE.findall(text)]
         where = f"The template {text!r} of {section}"
         slots = {piece.name for piece in pieces if isinstance(piece, Gap)}
-        begins = text.startswith("{a}")
+        begins = text.startswith("{a} ")
         template = Template(text, tuple(pieces), begins, begins and "b" not in slots)
         needed, _, optional = expected.partition("|")
         missing = [name for name in needed.split() if name not in slots]

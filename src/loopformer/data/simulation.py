@@ -19,7 +19,8 @@ from loopformer.errors import require
 
 
 class Draft(NamedTuple):
-    """Events, a question about them, its answer, and how often a guess among words of its kind is right."""
+    """Events, a question about them, its answer, and the chance that a guess among the named words of its kind is
+    right."""
 
     events: list[WorldEvent]
     question: WorldEvent
@@ -153,7 +154,7 @@ class Cups:
             ball = two if ball == one else one if ball == two else ball
             events.append(event("swap", one, two, one=one, two=two))
             distract()
-        return Draft(events, event("where"), ball, "cup", 1 / len(cups))
+        return Draft(events, event("where", ball), ball, "cup", 1 / len(cups))
 
     def state(self) -> CupsState:
         return CupsState(self._cups)

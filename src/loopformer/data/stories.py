@@ -229,7 +229,7 @@ class World:
             if story.kind in self._simulation.answers:
                 return replace(story, chance=1 / sum(group[0] == story.kind for group in rates))
             return story
-        remedy = "raise model.context, or change the world's words, hops or held_out"
+        remedy = "lower held_out, change the world's words or hops, or raise model.context"
         raise LoopformerError(f"The world {self.source} has no such story of {hops} hops; {remedy}.")
 
     def _try(self, rng: random.Random, hops: int, free: bool) -> Story | None:
@@ -481,10 +481,12 @@ def _words(
     require(is_split, f"{source}: words.{PERSON} must be lists of names by pronoun, as in {example}.")
     lists = {kind: people.get(kind, words.get(kind)) for kind in (*PRONOUNS, *kinds) if kind != PERSON}
     for kind, each in lists.items():
-        is_list = isinstance(each or [], list) and all(re.fullmatch(r"[^\W_]+", str(word)) for word in each or [])
-        require(is_list, f"{source}: words.{kind} must be a list of single words.")
+        is_list = isinstance(each or [], list) and all(
+            type(word) in (str, int) and re.fullmatch(r"[^\W_]+", str(word)) for word in each or []
+        )
+        require(is_list, f"{source}: words.{kind} must be a list of single words, with yes and no in quotes.")
     pronouns = {str(name): pronoun for pronoun in PRONOUNS for name in people.get(pronoun) or []}
-    found = {kind: list(pronouns) if kind == PERSON else list(map(str, words[kind])) for kind in kinds}
+    found = {kind: list(pronouns) if kind == PERSON else list(map(str, words[kind] or [])) for kind in kinds}
     for kind, count in fewest.items():
         require(len(found[kind]) >= count, f"{source}: words.{kind} needs {count} words or more.")
     word, count = Counter(chain.from_iterable(found.values())).most_common(1)[0]

@@ -118,7 +118,9 @@ def _right_answers(
         told = encode_stories(world, tokenizer, stories)
         for story, encoded in zip(stories, told, strict=True):
             same = story.answer == answer_of.setdefault(encoded.answer[0], story.answer)
-            require(same, "The model's tokens do not tell two answers apart by their beginnings; train another.")
+            require(
+                same, "Two answers begin with the same token of this model; measure a model with another tokenizer."
+            )
         longest = max(len(story.ids) for story in told)
         require(
             longest <= context, f"A story has {longest} tokens but the context is {context}; choose another world."
