@@ -144,7 +144,7 @@ class MixedLoader:
         encoded = dict[int, EncodedStory]()
         for index, (world, draw, curriculum) in enumerate(self._worlds):
             # Shifted from row to row, so that no world is always the one that is cut off.
-            turns = ((number // per_row + number) % len(self._worlds) for number in numbers)
+            turns = (sum(divmod(number, per_row)) % len(self._worlds) for number in numbers)
             of_world = [number for number, turn in zip(numbers, turns, strict=True) if turn == index]
             stories = draw(of_world, curriculum.most_hops(step))
             encoded |= zip(of_world, encode_stories(world, self._tokenizer, stories), strict=True)
