@@ -8,7 +8,7 @@ import torch
 from loopformer.config import RunConfig, load_run
 from loopformer.data.generated import open_data
 from loopformer.data.loader import IGNORE_INDEX, Loader
-from loopformer.data.mixture import MixedLoader, StoriesAmongText, encode_stories
+from loopformer.data.mixture import MixedLoader, StoriesAmongText
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
 from loopformer.data.states import TEST
@@ -82,8 +82,8 @@ def test_other_tokens_say_the_same(text: Path) -> None:
     stories = world.stories(1, TEST, range(20))
     for story, own, encoded in zip(
         stories,
-        encode_stories(world, world.tokenizer, stories),
-        encode_stories(world, tokenizer, stories),
+        world.encode(stories, world.tokenizer),
+        world.encode(stories, tokenizer),
         strict=True,
     ):
         assert own == (story.ids, [story.answer])

@@ -1,11 +1,16 @@
 """What tests ask of a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from loopformer.config.run import TrainedTrajectory
 from loopformer.loading.folder import checkpoints, step_of
 from loopformer.training.reporting import read_metrics
+from loopformer.training.trainer import Trainer
 
 Small = Callable[..., list[str]]  # the fixture of conftest.py
 PAIR = "[{budget: full}, {budget: short, sampler: compositions, weight: 0.1, match: 0.1}]"  # the paper's
@@ -33,6 +38,19 @@ def weights(run: Path) -> bytes:
 
 def training_losses(run: Path, trajectory: str = "full") -> list[float]:
     return [record[f"loss_{trajectory}"] for record in read_metrics(run) if record["kind"] == "train"]
+
+
+def make_gradients_bad(monkeypatch: pytest.MonkeyPatch, steps: Container[int]) -> None:
+    """In these steps, which may change later, the gradient of the embedding is not a number."""
+    run_pass = Trainer._run_pass
+
+    def sometimes(self: Trainer, *arguments: Any) -> torch.Tensor:
+        terms = run_pass(self, *arguments)
+        if self.state.step + 1 in steps:
+            torch.nn.init.constant_(self.model.tokens.weight.grad, torch.nan)  # type: ignore[arg-type]
+        return terms
+
+    monkeypatch.setattr(Trainer, "_run_pass", sometimes)
 
 
 def go_back(run: Path, step: int) -> None:

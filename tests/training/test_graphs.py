@@ -19,9 +19,9 @@ from loopformer.training.launch import launch
 from loopformer.training.optimizer import ModelOptimizer
 from loopformer.training.reporting import read_metrics
 from loopformer.training.steps import StepCounts
-from loopformer.training.trainer import Trainer, can_use_graphs
+from loopformer.training.trainer import can_use_graphs
 
-from .runs import Small, go_back
+from .runs import Small, go_back, make_gradients_bad
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 OBJECTIVE = """objective.trajectories=[
@@ -113,14 +113,8 @@ def same_bits_after_resuming(settings: list[str], tmp_path: Path) -> None:
 def test_bad_steps_change_nothing_and_end_the_run_at_their_step(
     optimizer: str, mixture: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_pass, bad = Trainer._run_pass, {2, 5, 6, 7}
+    make_gradients_bad(monkeypatch, {2, 5, 6, 7})
     at_step: dict[int, dict[str, Tensor]] = {}
-
-    def sometimes(self: Trainer, *arguments: Any) -> Tensor:
-        terms = run_pass(self, *arguments)
-        if self.state.step + 1 in bad:
-            torch.nn.init.constant_(self.model.tokens.weight.grad, torch.nan)  # type: ignore[arg-type]
-        return terms
 
     def update(self: graphs.StepGraphs) -> Tensor:
         norm = original(self)
@@ -129,7 +123,6 @@ def test_bad_steps_change_nothing_and_end_the_run_at_their_step(
         return norm
 
     original = graphs.StepGraphs.update
-    monkeypatch.setattr(Trainer, "_run_pass", sometimes)
     monkeypatch.setattr(graphs.StepGraphs, "update", update)
     settings = mixture(
         training__graphs=True, training__bad_steps=3, training__optimizer=optimizer, training__log_every=11
@@ -148,15 +141,7 @@ def test_bad_steps_change_nothing_and_end_the_run_at_their_step(
 def test_a_bad_step_is_counted_once_and_later_steps_are_not_logged(
     mixture: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_pass = Trainer._run_pass
-
-    def bad_at_step_4(self: Trainer, *arguments: Any) -> Tensor:
-        terms = run_pass(self, *arguments)
-        if self.state.step + 1 == 4:
-            torch.nn.init.constant_(self.model.tokens.weight.grad, torch.nan)  # type: ignore[arg-type]
-        return terms
-
-    monkeypatch.setattr(Trainer, "_run_pass", bad_at_step_4)
+    make_gradients_bad(monkeypatch, {4})
     launch("demo", mixture(training__graphs=True, training__save_every=12), tmp_path / "run", quiet=True)
     records = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
     assert [(record["step"], record["skipped"]) for record in records] == [(4, 1), (8, 1), (12, 1)]
@@ -167,15 +152,8 @@ def test_a_run_that_had_to_end_is_logged_at_that_step_or_not_at_all(
     mixture: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps that were queued after it have other losses and rates. The run resumes."""
-    run_pass, bad = Trainer._run_pass, {5, 6}
-
-    def sometimes(self: Trainer, *arguments: Any) -> Tensor:
-        terms = run_pass(self, *arguments)
-        if self.state.step + 1 in bad:
-            torch.nn.init.constant_(self.model.tokens.weight.grad, torch.nan)  # type: ignore[arg-type]
-        return terms
-
-    monkeypatch.setattr(Trainer, "_run_pass", sometimes)
+    bad = {5, 6}
+    make_gradients_bad(monkeypatch, bad)
     settings = partial(
         mixture,
         training__graphs=True,
@@ -196,15 +174,7 @@ def test_a_run_that_had_to_end_is_logged_at_that_step_or_not_at_all(
 def test_a_resumed_run_may_have_fewer_bad_steps(
     mixture: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_pass = Trainer._run_pass
-
-    def bad_until_step_5(self: Trainer, *arguments: Any) -> Tensor:
-        terms = run_pass(self, *arguments)
-        if 4 <= self.state.step + 1 <= 5:
-            torch.nn.init.constant_(self.model.tokens.weight.grad, torch.nan)  # type: ignore[arg-type]
-        return terms
-
-    monkeypatch.setattr(Trainer, "_run_pass", bad_until_step_5)
+    make_gradients_bad(monkeypatch, {4, 5})
     launch("demo", mixture(training__graphs=True, training__keep=9), tmp_path / "run", quiet=True)
     go_back(tmp_path / "run", 5)
     assert launch(None, ["training.bad_steps=2"], tmp_path / "run", resume=True, quiet=True)["finished"]

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ from loopformer.training.reporting import read_metrics
 from loopformer.training.steps import Steps
 from loopformer.training.trainer import Trainer, fused_precision, make_model
 
-from .runs import PAIR, Small, go_back, training_losses, weights
+from .runs import PAIR, Small, go_back, make_gradients_bad, training_losses, weights
 
 PAPER = [name for name in preset_names() if name.startswith("paper/") and "x" not in name.rpartition("-")[2]]
 
@@ -164,16 +163,8 @@ def test_a_damaged_checkpoint_is_passed_over(
 def test_non_finite_steps_are_skipped_counted_and_end_the_run(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_pass = Trainer._run_pass
     bad = {2}
-
-    def sometimes(self: Trainer, *arguments: Any) -> torch.Tensor:
-        terms = run_pass(self, *arguments)
-        if self.state.step + 1 in bad:
-            torch.nn.init.constant_(self.model.tokens.weight.grad, torch.nan)  # type: ignore[arg-type]
-        return terms
-
-    monkeypatch.setattr(Trainer, "_run_pass", sometimes)
+    make_gradients_bad(monkeypatch, bad)
     launch("demo", small(), tmp_path / "once", quiet=True)
     assert [record["skipped"] for record in read_metrics(tmp_path / "once") if record["kind"] == "train"][-1] == 1
     bad |= set(range(3, 7))

@@ -54,6 +54,11 @@ _STOPPED = "what is finished is kept, the same command continues"
 _TASK_OPTIONS = {"--tasks", "--export-requests", "--score-requests", "--aggregate"}
 
 
+AllBudgets = Annotated[str | None, typer.Option(help="Loops: 1,2,4,8; 1 to L by default.")]
+Beyond = Annotated[bool, typer.Option("--beyond", help="Allow more loops than L.")]
+AccuracyFigure = Annotated[Path | None, typer.Option(help="Draw the accuracies: a .png, .pdf or .svg.")]
+
+
 class EvalGroup(VerbGroup):
     """The subcommands. For one more version, `eval` without a subcommand works as before."""
 
@@ -67,20 +72,19 @@ class EvalGroup(VerbGroup):
 
 def _with_subcommand(args: list[str]) -> list[str]:
     """The arguments of an `eval` without a subcommand, with the subcommand that they imply."""
-    from loopformer.evaluation.states import trained_group
-    from loopformer.evaluation.stories import trained_world
+    from loopformer.evaluation.states import trained_on
 
     parts = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
     if _TASK_OPTIONS.intersection(parts):
         require("--text" not in parts, "Texts and tasks are two commands: `eval text` and `eval tasks`.")
         return ["tasks", *args]
     named = [value for option, value in pairwise(parts) if option in ("--model", "-m")]
-    source = named[-1] if named else BOX
-    if "--states" in parts or ("--text" not in parts and trained_group(source)):
+    if "--text" in parts and "--states" not in parts:
+        return ["text", *args]
+    data = None if "--states" in parts else trained_on(named[-1] if named else BOX)
+    if "--states" in parts or (data is not None and data.states is not None):
         return ["states", *(word.replace("--states", "--group", 1) for word in args)]
-    if "--text" not in parts and trained_world(source):
-        return ["stories", *args]
-    return ["text", *args]
+    return ["stories" if data is not None and data.is_generated else "text", *args]
 
 
 evaluate = typer.Typer(cls=EvalGroup, help="Measure how good a model is at any budgets.")
@@ -210,13 +214,13 @@ def eval_states(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     group: Annotated[str | None, typer.Option(help="S3, A5 or S5. Default: the group of the training run.")] = None,
-    budgets: Annotated[str | None, typer.Option(help="Loops: 1,2,4,8; 1 to L by default.")] = None,
+    budgets: AllBudgets = None,
     trajectory: TrajectoriesOption = None,
-    beyond: Annotated[bool, typer.Option("--beyond", help="Allow more loops than L.")] = False,
+    beyond: Beyond = False,
     certainty: Certainty = None,
     sequences: Annotated[int, typer.Option(help="Number of random words.")] = 4096,
     seed: Annotated[int, typer.Option(help="Seed of the random words.")] = 0,
-    figure: Annotated[Path | None, typer.Option(help="Draw the accuracies: a .png, .pdf or .svg.")] = None,
+    figure: AccuracyFigure = None,
     batch_tokens: BatchTokens = 8192,
     device: Device = "auto",
     dtype: Dtype = "float32",
@@ -261,13 +265,13 @@ def eval_stories(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     world: Annotated[str | None, typer.Option(help="A world or its .yaml. Default: that of the run.")] = None,
-    budgets: Annotated[str | None, typer.Option(help="Loops: 1,2,4,8; 1 to L by default.")] = None,
+    budgets: AllBudgets = None,
     trajectory: TrajectoriesOption = None,
-    beyond: Annotated[bool, typer.Option("--beyond", help="Allow more loops than L.")] = False,
+    beyond: Beyond = False,
     stories: Annotated[int, typer.Option(help="Number of stories for each number of hops.")] = 500,
     generate: Annotated[int, typer.Option(help="Also continue so many stories and count contradictions.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the stories.")] = 0,
-    figure: Annotated[Path | None, typer.Option(help="Draw the accuracies: a .png, .pdf or .svg.")] = None,
+    figure: AccuracyFigure = None,
     batch_tokens: BatchTokens = 8192,
     device: Device = "auto",
     dtype: Dtype = "float32",

@@ -223,22 +223,20 @@ def check_at_most_one(options: Mapping[str, object]) -> None:
 
 def text_of_model(model: str) -> str:
     """The text to measure on without --text: the validation split of the data that a run was trained on."""
-    from loopformer.evaluation.states import trained_group
-    from loopformer.evaluation.stories import trained_world
+    from loopformer.evaluation.states import trained_on
     from loopformer.evaluation.text import default_text
     from loopformer.loading.folder import run_folder_of
 
     if prepared := default_text(model):
         return prepared
-    if group := trained_group(model):
+    data = trained_on(model)
+    if data is not None and data.is_generated:
+        source, own = f"stories of {data.stories}", "questions with loopformer eval stories"
+        if data.states is not None:
+            source, own = f"words over {data.states}", "task with loopformer eval states"
         raise LoopformerError(
-            f"{model} was trained on words over {group}, not on text; give a text with --text, or measure it on "
-            f"its own task with loopformer eval states {model}."
-        )
-    if world := trained_world(model):
-        raise LoopformerError(
-            f"{model} was trained on stories of {world}, not on text; give a text with --text, or measure it on "
-            f"its own questions with loopformer eval stories {model}."
+            f"{model} was trained on {source}, not on text; give a text with --text, or measure it on "
+            f"its own {own} {model}."
         )
     if run_folder_of(model) is not None:
         raise FileProblem(

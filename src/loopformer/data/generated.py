@@ -1,6 +1,6 @@
-"""Data that is drawn rather than read: what a group's words and a world's stories have in common.
+"""What a run trains on: prepared tokens, or data that is drawn at least in part.
 
-data = open_data(run.data)                   # the tokens of a prepared folder, a Group or a World
+data = open_data(run.data)                   # TokenData, a Group, a World, or StoriesAmongText
 isinstance(data, TokenData)                  # or else it is Generated
 data.loader(run).batch(step=7); data.windows(run).batch(0, 8)
 """
@@ -21,7 +21,7 @@ from loopformer.errors import require
 
 
 class Generated(Protocol):
-    """A source of training rows that needs nothing on disk."""
+    """A source that draws training rows: a group's words, a world's stories, or these among text."""
 
     @property
     def setting(self) -> str:
@@ -35,7 +35,7 @@ class Generated(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Tokens on disk, as in `TokenData`: none."""
+        """Tokens on disk, as in `TokenData`."""
 
     @property
     def index_hash(self) -> str:

@@ -2,7 +2,6 @@
 
     data = StoriesAmongText(TokenData.open("data/box", "train"), [World.open("cups"), World.open("village")])
     data.loader(run).batch(step=7)
-    encode_stories(world, tokenizer, world.stories(seed=0, stream=TEST, numbers=range(8)))
 
 A story row holds as many whole stories as fit, each with its answer and an end token. Worlds take turns. Which rows
 of a batch are stories follows from (seed, step), so resuming is exact, and ranks and micro-batches change nothing.
@@ -12,14 +11,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from loopformer.config.run import RunConfig
 from loopformer.data.loader import (
-    IGNORE_INDEX,
     Batch,
     Loader,
     TrainingBatches,
@@ -29,29 +27,12 @@ from loopformer.data.loader import (
     stream_key,
 )
 from loopformer.data.shards import TokenData
-from loopformer.data.states import VALIDATION
-from loopformer.data.stories import Curriculum, Story, StoryDrawer, World
+from loopformer.data.stories import Curriculum, EncodedStory, StoryDrawer, World, story_row
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import require
 
 ROW_STREAM = 4  # the random stream that chooses the rows, beside those of states.py and stories.py
 TOKENS_PER_STORY = 48  # of a short story: so many are drawn for a row, and those that fit are used
-
-
-class EncodedStory(NamedTuple):
-    """A story with its question, and its answer, as ids."""
-
-    ids: list[int]
-    answer: list[int]
-
-
-def encode_stories(world: World, tokenizer: Tokenizer, stories: Sequence[Story]) -> list[EncodedStory]:
-    """Stories in the tokens of a tokenizer, the world's own or another."""
-    if tokenizer.hash == world.tokenizer.hash:
-        return [EncodedStory(story.ids, [story.answer]) for story in stories]
-    texts = tokenizer.encode_batch([world.text(story) for story in stories])
-    answers = tokenizer.encode_batch([" " + world.tokenizer.decode([story.answer]) for story in stories])
-    return [EncodedStory(*pair) for pair in zip(texts, answers, strict=True)]
 
 
 class StoriesAmongText:
@@ -111,8 +92,7 @@ class MixedLoader:
             for world in data.worlds
         ]
         for world in data.worlds:
-            told = encode_stories(world, data.tokenizer, world.stories(0, VALIDATION, range(64), world.hops))
-            needed = sorted(len(story.ids) + len(story.answer) + 1 for story in told)[58]  # nine of ten fit
+            needed = world.long_length(data.tokenizer) + 1  # and the end token
             reason = f"too short for the stories of {world.source}; set it to {needed} or more"
             require(self._context >= needed, f"model.context is {self._context}, {reason}.")
         self._story_rows = int(run.data.story_rows * training.batch + 0.5)
@@ -131,14 +111,13 @@ class MixedLoader:
         if not is_story.all():
             windows = self._text.batch(step, numbers[~is_story].tolist())
             ids[:, ~is_story] = windows.inputs.numpy(), windows.targets.numpy()
-        ids[:, is_story] = (
-            np.array(self._draw_rows(step, numbers[is_story])).reshape(-1, 2, self._context).swapaxes(0, 1)
-        )
+        for row, stories in zip(np.flatnonzero(is_story), self._draw_rows(step, numbers[is_story]), strict=True):
+            ids[:, row] = story_row(stories, self._tokenizer.eot, self._context, self._learns_text)
         inputs, targets = torch.from_numpy(ids)
         return Batch(inputs, targets, None)
 
-    def _draw_rows(self, step: int, rows: npt.NDArray[np.int64]) -> list[tuple[list[int], list[int]]]:
-        """The inputs and targets of rows of stories, each [T]."""
+    def _draw_rows(self, step: int, rows: npt.NDArray[np.int64]) -> list[list[EncodedStory]]:
+        """The stories of each row: as many of those that are drawn for it as fit."""
         per_row = max(1, self._context // TOKENS_PER_STORY)
         numbers = ((step * self._batch + rows)[:, None] * per_row + np.arange(per_row)).ravel().tolist()
         encoded = dict[int, EncodedStory]()
@@ -147,24 +126,14 @@ class MixedLoader:
             turns = (sum(divmod(number, per_row)) % len(self._worlds) for number in numbers)
             of_world = [number for number, turn in zip(numbers, turns, strict=True) if turn == index]
             stories = draw(of_world, curriculum.most_hops(step))
-            encoded |= zip(of_world, encode_stories(world, self._tokenizer, stories), strict=True)
-        told = [encoded[number] for number in numbers]
-        return [self._join(told[start : start + per_row]) for start in range(0, len(told), per_row)]
+            encoded |= zip(of_world, world.encode(stories, self._tokenizer), strict=True)
+        in_order = [encoded[number] for number in numbers]
+        return [self._fitting(in_order[start : start + per_row]) for start in range(0, len(in_order), per_row)]
 
-    def _join(self, stories: Sequence[EncodedStory]) -> tuple[list[int], list[int]]:
-        """A row of the stories that fit, and its targets. What lies behind the last one has no loss."""
-        ids, has_loss, end = list[int](), list[bool](), self._tokenizer.eot
-        for story in stories:
-            told = [*story.ids, *story.answer, end]
-            if len(ids) + len(told) > self._context:
-                break  # not a shorter one instead: short stories have few hops
-            ids += told
-            has_loss += [self._learns_text or index >= len(story.ids) for index in range(len(told))]
-        padding = self._context + 1 - len(ids)
-        ids += [end] * padding
-        has_loss += [False] * padding
-        targets = [token if counts else IGNORE_INDEX for token, counts in zip(ids, has_loss, strict=True)]
-        return ids[:-1], targets[1:]
+    def _fitting(self, stories: Sequence[EncodedStory]) -> list[EncodedStory]:
+        """The first stories that fit into a row, up to one that does not: a shorter one would have fewer hops."""
+        ends = accumulate(len(story.ids) + len(story.answer) + 1 for story in stories)
+        return [story for story, end in zip(stories, ends, strict=True) if end <= self._context]
 
     def epoch(self, step: int) -> float:
         """How often the text has been seen before a step."""

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from loopformer.config.model import check_keys, check_settings, from_mapping, setting
 from loopformer.config.run import RunConfig
@@ -48,7 +49,7 @@ from loopformer.data.phrasebook import PERSON, PRONOUNS, Phrasebook, WorldEvent
 from loopformer.data.reader import Reader
 from loopformer.data.simulation import Cups, HeldOutPairs, Simulation
 from loopformer.data.states import TRAIN, VALIDATION
-from loopformer.data.tokenizer import END_TOKEN, Tokenizer
+from loopformer.data.tokenizer import Tokenizer
 from loopformer.data.village import Village
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
 from loopformer.files import read_yaml
@@ -91,6 +92,13 @@ class Story:
     kind: str  # of the answer
     chance: float  # that a guess among the possible answers is right
     group: StoryGroup  # decides the rate at which such stories are accepted
+
+
+class EncodedStory(NamedTuple):
+    """A story with its question, and its answer, in the ids of some tokenizer."""
+
+    ids: list[int]
+    answer: list[int]
 
 
 class Reading(NamedTuple):
@@ -272,16 +280,19 @@ class World:
         """
         import torch
 
-        inputs = np.full((len(stories), context), self.book.vocab[END_TOKEN])
-        targets = np.full_like(inputs, IGNORE_INDEX)
-        for row, story in enumerate(stories):
-            last = len(story.ids) - 1  # of the question
-            inputs[row, : last + 1] = story.ids
-            inputs[row, last + 1] = story.answer
-            if learns_text:
-                targets[row, :last] = story.ids[1:]
-            targets[row, last : last + 2] = story.answer, self.book.vocab[END_TOKEN]
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), None)
+        ids = np.empty((2, len(stories), context), np.int64)  # inputs and targets
+        for row, story in enumerate(self.encode(stories, self.tokenizer)):
+            ids[:, row] = story_row([story], self.tokenizer.eot, context, learns_text)
+        inputs, targets = torch.from_numpy(ids)
+        return Batch(inputs, targets, None)
+
+    def encode(self, stories: Sequence[Story], tokenizer: Tokenizer) -> list[EncodedStory]:
+        """Stories in the ids of a tokenizer, the world's own or another."""
+        if tokenizer.hash == self.tokenizer.hash:
+            return [EncodedStory(story.ids, [story.answer]) for story in stories]
+        texts = tokenizer.encode_batch([self.text(story) for story in stories])
+        answers = tokenizer.encode_batch([" " + self.tokenizer.decode([story.answer]) for story in stories])
+        return [EncodedStory(*pair) for pair in zip(texts, answers, strict=True)]
 
     def text(self, story: Story) -> str:
         """The story with its question, as text."""
@@ -314,12 +325,33 @@ class World:
             readings.append(reading)
         return [reading for reading in readings if reading.end > len(opening)]
 
+    def long_length(self, tokenizer: Tokenizer) -> int:
+        """The tokens that nine of ten of the stories with the most hops do not exceed with their answer."""
+        encoded = self.encode(self.stories(0, VALIDATION, range(64), self.hops), tokenizer)
+        return sorted(len(story.ids) + len(story.answer) for story in encoded)[58]
+
     def check_context(self, context: int) -> None:
         """Refuse a context that many of the longest stories would not fit."""
-        lengths = sorted(len(story.ids) for story in self.stories(0, VALIDATION, range(64), self.hops))
-        needed = lengths[58] + ROW_EXTRAS  # nine of ten fit; longer ones are drawn again
+        needed = self.long_length(self.tokenizer)  # longer ones are drawn again
         remedy = f"set it to {needed} or more"
         require(context >= needed, f"model.context is {context}, too short for {self.setting}; {remedy}.")
+
+
+def story_row(
+    stories: Sequence[EncodedStory], end: int, context: int, learns_text: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The inputs and targets [T] of a row of stories, each with its answer and an end token. End tokens pad it.
+
+    Answers and the end tokens after them are targets, and with `learns_text` all of the stories.
+    """
+    ids, has_loss, start = np.full(context + 1, end), np.zeros(context + 1, bool), 0
+    for story in stories:
+        answer = start + len(story.ids)
+        stop = answer + len(story.answer) + 1
+        ids[start:answer], ids[answer : stop - 1] = story.ids, story.answer
+        has_loss[start if learns_text else answer : stop] = True
+        start = stop
+    return ids[:-1], np.where(has_loss, ids, IGNORE_INDEX)[1:]
 
 
 class StoryWindows:

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from loopformer.data.mixture import encode_stories
 from loopformer.data.states import TEST
-from loopformer.data.stories import HELD_OUT, StoryWindows, World
+from loopformer.data.stories import HELD_OUT, Story, StoryWindows, World
 from loopformer.errors import require
 from loopformer.evaluation.states import is_most_likely, trained_on, trajectory_label
 from loopformer.evaluation.store import ReportProgress, device_and_dtype
@@ -61,14 +60,17 @@ def answer_stories(
     streams = {"": TEST, "held_out_": HELD_OUT} if world.held_out.pairs else {"": TEST}
     # Stories of all hops take turns, so the answers of a stream lie in a grid [stories, hops].
     shape = (stories, world.hops)
-    found = {
-        name: _right_answers(lm, world, trajectories, shape, seed, stream, batch_tokens, report)
+    count = stories * world.hops
+    drawn = {
+        name: StoryWindows(world, model.config.context, count, seed, stream).stories(0, count)
         for name, stream in streams.items()
     }
-    windows = StoryWindows(world, model.config.context, stories * world.hops, seed, TEST)
-    told = windows.stories(0, len(windows))
-    chance = np.reshape([story.chance for story in told], shape)
-    kinds = np.array([story.kind for story in told])
+    found = {
+        name: _right_answers(lm, world, trajectories, each, shape, name, batch_tokens, report)
+        for name, each in drawn.items()
+    }
+    chance = np.reshape([story.chance for story in drawn[""]], shape)
+    kinds = np.array([story.kind for story in drawn[""]])
     return {
         "world": world.source,
         "stories": stories,
@@ -101,22 +103,21 @@ def _right_answers(
     lm: LM,
     world: World,
     trajectories: Sequence[Trajectory],
+    stories: Sequence[Story],
     shape: tuple[int, int],
-    seed: int,
-    stream: int,
+    stream: str,
     batch_tokens: int,
     report: ReportProgress | None,
 ) -> dict[Trajectory, np.ndarray[Any, np.dtype[np.bool_]]]:
     """Whether the model answers each story of a stream correctly along each trajectory, [stories, hops]."""
     model, tokenizer = lm.model, lm.need_tokenizer()
     tree, context = TrajectoryTree(model, trajectories), model.config.context
-    windows = StoryWindows(world, context, shape[0] * shape[1], seed, stream)
-    correct = {trajectory: np.zeros(len(windows), bool) for trajectory in tree.trajectories}
+    correct = {trajectory: np.zeros(len(stories), bool) for trajectory in tree.trajectories}
     rows, answer_of = max(1, batch_tokens // context), dict[int, int]()  # the answer that begins with a token
-    for start in range(0, len(windows), rows):
-        stories = windows.stories(start, start + rows)
-        told = encode_stories(world, tokenizer, stories)
-        for story, encoded in zip(stories, told, strict=True):
+    for start in range(0, len(stories), rows):
+        asked = stories[start : start + rows]
+        told = world.encode(asked, tokenizer)
+        for story, encoded in zip(asked, told, strict=True):
             same = story.answer == answer_of.setdefault(encoded.answer[0], story.answer)
             require(
                 same, "Two answers begin with the same token of this model; measure a model with another tokenizer."
@@ -135,8 +136,8 @@ def _right_answers(
             logits = model.head(hidden[range(len(told)), ends])[:, : model.config.vocab]
             correct[trajectory][part] = is_most_likely(logits, answers)
         if report:
-            name = "held-out pairs" if stream == HELD_OUT else "stories"
-            report(f"{name} of {world.source}", part.stop, len(windows))
+            name = "held-out pairs" if stream else "stories"
+            report(f"{name} of {world.source}", part.stop, len(stories))
     return {trajectory: right.reshape(shape) for trajectory, right in correct.items()}
 
 
